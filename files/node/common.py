@@ -1,0 +1,194 @@
+"""What every node script shares: sent in front of each of them. Standard library only, Python 3.9 or later.
+
+gpuwright sends a script over stdin to `python3 -I -`, so nothing lies on the node before it runs. REQUEST, the
+script's input, is set in front of this text.
+"""
+
+import hashlib
+import http.client
+import json
+import os
+import socket
+import sys
+import time
+import xmlrpc.client
+
+
+def sha256_of(path):
+    """The sha256 of a file, in hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        for block in iter(lambda: handle.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_json(path):
+    """A JSON file's value, or None if it is absent or not JSON (a half-written or foreign file counts as absent)."""
+    try:
+        with open(path, "rb") as handle:
+            return json.loads(handle.read())
+    except (OSError, ValueError):
+        return None
+
+
+def write_atomic(path, data, mode=0o644):
+    """Replace `path` by `data`: written beside it, flushed, read back by hash, renamed. Old file or new, never half.
+
+    The mode is `mode`, or that of the file replaced where `mode` is None; an owner is kept where we may set it.
+    A hard link is never written through: the new file is a new inode.
+    """
+    path = os.path.realpath(path)
+    beside = "%s.gpuwright-%d" % (path, os.getpid())
+    old = os.stat(path) if os.path.exists(path) else None
+    try:
+        with open(beside, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.chmod(beside, mode if mode is not None else old.st_mode & 0o7777)
+        if old is not None and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+            os.chown(beside, old.st_uid, old.st_gid)
+        if sha256_of(beside) != hashlib.sha256(data).hexdigest():
+            raise OSError("what was written to %s does not read back the same: is the disk full or failing?" % beside)
+        os.replace(beside, path)
+    except BaseException:
+        if os.path.exists(beside):
+            os.unlink(beside)
+        raise
+    folder = os.open(os.path.dirname(path), os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path, value):
+    """write_atomic of a JSON value, keys sorted."""
+    write_atomic(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+
+
+def now():
+    """UTC time, as ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def fail(message):
+    """End the script with a message a person can act on."""
+    print(message, flush=True)
+    sys.exit(1)
+
+
+class UnixTransport(xmlrpc.client.Transport):
+    """XML-RPC over a unix socket, which is how supervisord is spoken to."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def make_connection(self, host):
+        connection = http.client.HTTPConnection("localhost", timeout=30)
+        connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.sock.settimeout(30)
+        connection.sock.connect(self.path)
+        return connection
+
+
+def supervisor(socket_path):
+    """supervisord's API, or None when no supervisord answers on the socket."""
+    if not os.path.exists(socket_path):
+        return None
+    api = xmlrpc.client.ServerProxy("http://localhost/RPC2", transport=UnixTransport(socket_path)).supervisor
+    try:
+        api.getState()
+    except (OSError, xmlrpc.client.Error, http.client.HTTPException):
+        return None
+    return api
+
+
+def http_status(port, path, timeout):
+    """The status of GET http://127.0.0.1:port/path, or None when nothing answers in `timeout` seconds."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def process(pid):
+    """{"ppid", "pgid", "started"} of a live process (`started` in clock ticks since boot), or None; zombies are dead."""
+    try:
+        with open("/proc/%d/stat" % pid, "rb") as handle:
+            fields = handle.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    if fields[0] in (b"Z", b"X"):
+        return None
+    return {"ppid": int(fields[1]), "pgid": int(fields[2]), "started": int(fields[19])}
+
+
+def boot_id():
+    """The kernel's id of this boot: process ids of another boot mean nothing."""
+    with open("/proc/sys/kernel/random/boot_id") as handle:
+        return handle.read().strip()
+
+
+def server_processes(record):
+    """The live processes of the server that `record` (run/server.json) describes: its whole process group.
+
+    The group is the one supervisor gave it. A member that started before the server did is not ours: the number was
+    reused, after a reboot or a very long time.
+    """
+    if not record or record.get("boot_id") != boot_id():
+        return []
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            info = process(int(name))
+            if info and info["pgid"] == record["pgid"] and info["started"] >= record["started_ticks"]:
+                found.append(int(name))
+    return sorted(found)
+
+
+def command_line(pid):
+    """A process's command line, for a message."""
+    try:
+        with open("/proc/%d/cmdline" % pid, "rb") as handle:
+            return handle.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:200]
+    except OSError:
+        return ""
+
+
+def listeners(port):
+    """The socket inodes that listen on a TCP port, IPv4 and IPv6."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as handle:
+                rows = handle.read().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            fields = row.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(fields[9])
+    return inodes
+
+
+def port_holder(port):
+    """Who listens on a port: None when free, else {"pid", "command"} (pid None when it may not be seen by this user)."""
+    inodes = listeners(port)
+    if not inodes:
+        return None
+    wanted = {"socket:[%s]" % inode for inode in inodes}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            for descriptor in os.listdir("/proc/%s/fd" % name):
+                if os.readlink("/proc/%s/fd/%s" % (name, descriptor)) in wanted:
+                    return {"pid": int(name), "command": command_line(int(name))}
+        except OSError:
+            continue
+    return {"pid": None, "command": "a process of another user"}

@@ -1,0 +1,212 @@
+"""Answer, in one JSON, what a node is like. Reads only; never writes, not even a temporary file.
+
+REQUEST says where to look: root, venv, tools, files, folders, commands, port, model, interpreter, patched.
+"""
+
+import csv
+import glob
+import shutil
+import stat
+import subprocess
+
+
+def folder(path):
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return {"mode": stat.S_IMODE(found.st_mode), "uid": found.st_uid} if stat.S_ISDIR(found.st_mode) else None
+
+
+def file(path):
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        return {"sha256": sha256_of(path), "size": found.st_size, "mode": stat.S_IMODE(found.st_mode)}
+    except OSError:
+        return None
+
+
+def listing(path):
+    try:
+        return sorted(os.listdir(path))
+    except OSError:
+        return []
+
+
+def nearest_existing(path):
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def canonical(name):
+    return "-".join(part for part in name.lower().replace("_", "-").replace(".", "-").split("-") if part)
+
+
+def distributions(site, patched):
+    """({name: version}, {name: what is damaged}) of a site-packages folder.
+
+    Damaged: no RECORD, no INSTALLER (uv writes it last, so its absence means a killed installation), a recorded file
+    that is missing or not of the recorded size, or a second copy of the metadata. `patched` files are not looked at.
+    """
+    versions, damaged = {}, {}
+    for info in sorted(glob.glob(os.path.join(glob.escape(site), "*.dist-info"))):
+        name, _, version = os.path.basename(info)[: -len(".dist-info")].rpartition("-")
+        name = canonical(name)
+        if name in versions:
+            damaged[name] = "has the metadata of both %s and %s" % (versions[name], version)
+        versions[name] = version
+        try:
+            with open(os.path.join(info, "RECORD"), encoding="utf-8", newline="") as handle:
+                rows = list(csv.reader(handle))
+        except (OSError, ValueError):
+            damaged[name] = "has no readable RECORD"
+            continue
+        if not os.path.exists(os.path.join(info, "INSTALLER")):
+            damaged[name] = "has no INSTALLER: its installation was cut off"
+            continue
+        for row in rows:
+            if len(row) != 3 or row[0] in patched:
+                continue
+            try:
+                size = os.stat(os.path.join(site, row[0])).st_size
+            except OSError:
+                damaged[name] = "lacks %s" % row[0]
+                break
+            if row[2] and size != int(row[2]):
+                damaged[name] = "%s has %d bytes, not the recorded %s" % (row[0], size, row[2])
+                break
+    return versions, damaged
+
+
+def venv(path, patched):
+    config = os.path.join(path, "pyvenv.cfg")
+    try:
+        with open(config, encoding="utf-8") as handle:
+            pairs = dict(line.split("=", 1) for line in handle.read().splitlines() if "=" in line)
+    except OSError:
+        return None
+    version = next((v.strip() for k, v in pairs.items() if k.strip() in ("version_info", "version")), "")
+    site = os.path.join(path, "lib", "python" + ".".join(version.split(".")[:2]), "site-packages")
+    if not os.path.exists(os.path.join(path, "bin", "python")) or not os.path.isdir(site):
+        return None
+    versions, damaged = distributions(site, set(patched))
+    return {"python": version, "site": site, "distributions": versions, "damaged": damaged}
+
+
+def interpreter(wanted, path):
+    """The interpreter for the venv: {"path", "version"}, run to be sure (a pyenv shim exists and cannot run)."""
+    for candidate in [path] if path else ["python" + wanted, sys.executable, "/usr/bin/python" + wanted]:
+        where = shutil.which(candidate or "")
+        if not where:
+            continue
+        code = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
+        try:
+            done = subprocess.run([where, "-I", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        version = done.stdout.decode().strip()
+        if done.returncode == 0 and ".".join(version.split(".")[:2]) == wanted:
+            return {"path": where, "version": version}
+    return None
+
+
+def model(request):
+    """The model folder: sizes of its files, the shards its index names, and hashes of what `hash` names."""
+    path = request["path"]
+    if not os.path.isdir(path):
+        return None
+    files = {}
+    for name in listing(path):
+        full = os.path.join(path, name)
+        if os.path.isfile(full):
+            files[name] = {"size": os.path.getsize(full), "sha256": sha256_of(full) if request["hash"] else None}
+    index = read_json(os.path.join(path, "model.safetensors.index.json"))
+    config = read_json(os.path.join(path, "config.json"))
+    return {
+        "files": files,
+        "shards": sorted(set(index["weight_map"].values())) if index and "weight_map" in index else None,
+        "model_type": config.get("model_type") if config else None,
+        "manifest": read_json(os.path.join(path, "gpuwright-model.json")) if request["hash"] else None,
+    }
+
+
+def server(root, port):
+    record = read_json(os.path.join(root, "run", "server.json"))
+    api = supervisor(os.path.join(root, "run", "supervisor.sock"))
+    info = None
+    if api is not None:
+        try:
+            info = api.getProcessInfo("sglang-server")
+        except xmlrpc.client.Fault:
+            pass
+    pid = info["pid"] if info and info["statename"] in ("RUNNING", "STARTING") else None
+    return {
+        "supervised": api is not None,
+        "status": info["statename"] if info else None,
+        "pid": pid,
+        "record": record,
+        "processes": server_processes(record),
+        "health": http_status(port, "/health", 10) if pid and record and record.get("ready_at") else None,
+    }
+
+
+def results(path):
+    found = []
+    for name in listing(path):
+        if name.endswith(".json"):
+            record = read_json(os.path.join(path, name)) or {}
+            digest, verdict = record.get("spec_digest"), record.get("verdict")
+            if isinstance(digest, str) and isinstance(verdict, str):
+                found.append({"file": name, "spec_digest": digest, "verdict": verdict})
+    return found
+
+
+def memory_bytes():
+    with open("/proc/meminfo") as handle:
+        return int(handle.readline().split()[1]) * 1024
+
+
+def main():
+    root, port = REQUEST["root"], REQUEST["port"]
+    disk = nearest_existing(root)
+    space = os.statvfs(disk)
+    try:
+        import ensurepip  # noqa: F401  (absent on Debian without python3-venv)
+
+        has_ensurepip = True
+    except ImportError:
+        has_ensurepip = False
+    tools = venv(REQUEST["tools"], [])
+    answer = {
+        "version": 1,
+        "python": "%d.%d.%d" % sys.version_info[:3],
+        "uid": os.geteuid(),
+        "machine": os.uname().machine,
+        "memory_bytes": memory_bytes(),
+        "disk_free_bytes": space.f_bavail * space.f_frsize,
+        "root_writable": os.access(disk, os.W_OK),
+        "ensurepip": has_ensurepip,
+        "commands": {name: shutil.which(name) for name in REQUEST["commands"]},
+        "interpreter": interpreter(REQUEST["python"], REQUEST["interpreter"]),
+        "folders": {path: folder(path) for path in REQUEST["folders"]},
+        "files": {path: file(path) for path in REQUEST["files"]},
+        "launch_scripts": listing(os.path.join(root, "launch")),
+        "tools": tools and {"distributions": tools["distributions"], "damaged": tools["damaged"]},
+        "venv": venv(REQUEST["venv"], REQUEST["patched"]),
+        "stamps": {name: read_json(os.path.join(root, "run", "%s.json" % name)) for name in ("runtime", "patches")},
+        "model": model(REQUEST["model"]),
+        "port": port_holder(port),
+        "server": server(root, port),
+        "caches": listing(os.path.join(root, "cache")),
+        "state": read_json(os.path.join(root, "state.json")),
+        "results": results(os.path.join(root, "results")),
+    }
+    site = answer["venv"]["site"] if answer["venv"] else None
+    answer["patched"] = {path: file(os.path.join(site, path)) if site else None for path in REQUEST["patched"]}
+    print(json.dumps(answer))
+
+
+main()

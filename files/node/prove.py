@@ -1,0 +1,40 @@
+"""Run proofs in the venv, each in a process of its own, and stamp the result when all hold.
+
+REQUEST: python, env, proofs [{"id", "code", "expect"}], stamp (a file), value (what to stamp).
+A proof holds when its code ends with exit code 0 and, where `expect` is given, its last printed line equals it.
+"""
+
+import subprocess
+
+
+def run(proof):
+    """None when the proof holds, else what was found."""
+    env = {"PATH": "/usr/bin:/bin", "HOME": os.path.expanduser("~"), "HF_HUB_OFFLINE": "1", **REQUEST["env"]}
+    done = subprocess.run(
+        [REQUEST["python"], "-I", "-"],
+        input=proof["code"].encode(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+    )
+    lines = done.stdout.decode("utf-8", "replace").strip().splitlines()
+    if done.returncode:
+        return "ended with exit code %d:\n%s" % (done.returncode, done.stderr.decode("utf-8", "replace").strip()[-2000:])
+    found = lines[-1] if lines else ""
+    if proof["expect"] is not None and found != proof["expect"]:
+        return "expected %r, found %r" % (proof["expect"], found)
+    return None
+
+
+def main():
+    failed = 0
+    for proof in REQUEST["proofs"]:
+        problem = run(proof)
+        failed += problem is not None
+        print("%s: %s" % (proof["id"], problem or "holds"), flush=True)
+    if failed:
+        fail("%d of %d proofs do not hold" % (failed, len(REQUEST["proofs"])))
+    write_json(REQUEST["stamp"], {"value": REQUEST["value"], "at": "%s.%09d" % (now(), time.time_ns() % 10**9)})
+
+
+main()

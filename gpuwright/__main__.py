@@ -1,0 +1,90 @@
+"""The command line of the core: python -m gpuwright --help"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from gpuwright import REPOSITORY
+from gpuwright.catalogue import Stack, flags_path, load_catalogue
+from gpuwright.errors import GpuwrightError, nearest
+from gpuwright.flags import dump_flags, read_flags
+from gpuwright.lockfile import LOCKS, TOOLS_LOCK, compile_lock, lock_path
+from gpuwright.yamlfile import load_yaml, shown
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command. Returns 0, or 1 with the reason on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m gpuwright", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check", help="read and cross-check the whole catalogue")
+    for name, text in (
+        ("lock", "compile the lock files of the stacks (needs the package index)"),
+        ("flags", "read the engine's argument definitions from its pinned wheel (needs the package index)"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("stacks", nargs="*", metavar="STACK", help="default: every stack of catalog/stacks/")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "check":
+            catalogue = load_catalogue()
+            tiers = sum(len(ladder.tiers) for ladder in catalogue.ladders.values())
+            print(f"{len(catalogue.stacks)} stacks, {tiers} tiers, {len(catalogue.patches)} patches: no problem found")
+        elif options.command == "lock":
+            lock(_stacks(options.stacks))
+        else:
+            flags(_stacks(options.stacks))
+    except GpuwrightError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _uv() -> Path:
+    return Path(sys.executable).with_name("uv")
+
+
+def _stacks(names: list[str]) -> list[Stack]:
+    found = {path.stem: path for path in sorted((REPOSITORY / "catalog" / "stacks").glob("*.yaml"))}
+    for name in names:
+        if name not in found:
+            raise GpuwrightError(f'there is no stack "{name}"; {nearest(name, found)}')
+    return [load_yaml(found[name], Stack)[0] for name in names or found]
+
+
+def lock(stacks: list[Stack]) -> None:
+    """Compile every lock of the given stacks, and the lock of the tools."""
+    LOCKS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for stack in stacks:
+            for python in stack.pythons:
+                path = lock_path(stack, python)
+                path.write_text(compile_lock(_uv(), stack, python, Path(folder)), encoding="utf-8")
+                print(f"wrote {shown(path)}")
+    command = [
+        str(_uv()), "pip", "compile", "--quiet", "catalog/tools.in", "--universal", "--python-version", "3.9",
+        "--generate-hashes", "--no-annotate", "--custom-compile-command", "make lock", "--output-file", str(TOOLS_LOCK),
+    ]  # fmt: skip
+    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+    print(f"wrote {shown(TOOLS_LOCK)}")
+
+
+def flags(stacks: list[Stack]) -> None:
+    """Write the flags file of every given stack, from the source in its engine's pinned wheel."""
+    for stack in stacks:
+        with tempfile.TemporaryDirectory() as folder:
+            pin = f"{stack.engine}=={stack.engine_version}"
+            command = [str(_uv()), "pip", "install", "--quiet", "--no-deps", "--target", folder, pin]
+            if subprocess.run(command).returncode:
+                raise GpuwrightError(f"{pin} could not be fetched from the package index")
+            source = Path(folder) / stack.engine / "srt" / "server_args.py"
+            text = dump_flags(stack.engine, stack.engine_version, read_flags(source.read_text(encoding="utf-8")))
+        flags_path(stack).write_text(text, encoding="utf-8")
+        print(f"wrote {shown(flags_path(stack))}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

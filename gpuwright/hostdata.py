@@ -1,0 +1,151 @@
+"""What inventory and group_data may say of a host: one validated model, and where each value was written."""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from gpuwright.errors import InputError, InputErrors, Place, nearest
+from gpuwright.yamlfile import Loc, Row, describe, dotted, shown
+
+STAGES = ("preflight", "system", "runtime", "patches", "model", "launchers", "service", "smoke")
+
+
+def _node_path(path: str) -> str:
+    if not path.startswith("/"):
+        raise ValueError("is not an absolute path")
+    if any(ord(c) < 32 or c in "\"'`$%;\\" for c in path):
+        raise ValueError("holds a quote, a control character or one of $ % ; ` \\, which supervisor's file cannot carry")
+    return posixpath.normpath(path)
+
+
+NodePath = Annotated[str, AfterValidator(_node_path)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class TinyModel(Row):
+    """A random GPT-2 made in <root>/model from `seed`: hidden size, layers, heads, positions and weights' std."""
+
+    kind: Literal["tiny"]
+    seed: int = 20260212
+    hidden: int = Field(default=128, ge=8)
+    layers: int = Field(default=2, ge=1)
+    heads: int = Field(default=4, ge=1)
+    positions: int = Field(default=4096, ge=64)
+    std: float = 0.2
+
+
+class FolderModel(Row):
+    """A model folder that is there: its config, and every shard that its index names, are checked."""
+
+    kind: Literal["folder"]
+    path: NodePath
+
+
+class Smoke(Row):
+    """The smoke benchmark: concurrency levels, prompts per unit of concurrency, token counts per request."""
+
+    levels: list[Annotated[int, Field(ge=1)]] = Field(default=[1, 10, 256, 1024], min_length=1)
+    prompts_per_concurrency: int = Field(default=4, ge=1)
+    min_prompts: int = Field(default=8, ge=1)
+    input_len: int = Field(default=1024, ge=1)
+    output_len: int = Field(default=128, ge=2)
+    seed: int = 1
+    timeout_s: int = Field(default=1800, ge=10)
+
+
+class HostData(Row):
+    """Every value a group may set; group_data/all.py holds the defaults with a comment each."""
+
+    root: NodePath
+    ladder: str
+    tier: str
+    stack: str
+    stages: list[Literal[STAGES]] = list(STAGES)  # type: ignore[valid-type]
+    device: Literal["cpu", "cuda"]
+    python: Annotated[str, Field(pattern=r"^3\.\d+$")]
+    interpreter: NodePath | None = None
+    python_download: bool = False
+    cuda_home: NodePath | None = None
+    model: Annotated[TinyModel | FolderModel, Field(discriminator="kind")]
+    bind: str = "127.0.0.1"
+    port: Port
+    ready_timeout_s: int = Field(ge=10)
+    min_memory_gib: float = Field(ge=0)
+    min_free_disk_gib: float = Field(ge=0)
+    smoke: Literal["once", "always", "never"] = "once"
+    smoke_benchmark: Smoke = Smoke()
+
+
+def read_host_data(data: Mapping[str, Any], sources: Sources) -> HostData:
+    """Validate one host's merged data. Raises InputErrors naming file, line and key."""
+    values = dict(data)
+    if isinstance(values.get("stages"), str):  # --data stages=runtime,patches
+        values["stages"] = [part.strip() for part in values["stages"].split(",") if part.strip()]
+    if isinstance(values.get("python"), float):  # --data python=3.12 arrives as a number, and 3.10 as 3.1
+        problem = f"arrives as the number {values['python']}"
+        raise InputErrors([InputError(sources.place("python"), "python", problem, hint='write --data \'python="3.12"\'')])
+    try:
+        return HostData.model_validate(values)
+    except ValidationError as error:
+        raise InputErrors([_input_error(detail, sources) for detail in error.errors()]) from error
+
+
+def _input_error(detail: Any, sources: Sources) -> InputError:
+    loc: Loc = tuple(part for part in detail["loc"] if part not in ("tiny", "folder"))
+    problem, hint = describe(detail)
+    if detail["type"] == "extra_forbidden" and len(loc) == 1:
+        hint = nearest(str(loc[0]), HostData.model_fields)
+    return InputError(sources.place(str(loc[0]), str(loc[-1])), dotted(loc), problem, hint=hint)
+
+
+class Sources:
+    """Where a host's data was written: `--data`, then files in the order in which pyinfra lets them win."""
+
+    def __init__(self, override_keys: Iterable[str], files: Iterable[Path]) -> None:
+        self.override_keys = set(override_keys)
+        self.files = list(files)
+
+    def place(self, key: str, inner: str | None = None) -> Place:
+        """The place of top-level `key`; of `inner` inside it where that can be told."""
+        if key in self.override_keys:
+            return Place("--data")
+        for path in self.files:
+            found = _lines_of(path, key, inner)
+            if found is not None:
+                return Place(shown(path), found)
+        return Place(shown(self.files[0]) if self.files else "the inventory")
+
+
+def _lines_of(path: Path, key: str, inner: str | None) -> int | None:
+    """The line in a Python file where `key` is assigned, or stands as a key of a dict."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return None
+    for node in ast.walk(tree):
+        value: ast.expr | None = None
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == key for t in node.targets):
+            value = node.value
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == key:
+            value = node.value
+        elif isinstance(node, ast.Dict):
+            value = next((v for k, v in zip(node.keys, node.values, strict=True) if _is_text(k, key)), None)
+        if value is None:
+            continue
+        for part in ast.walk(value) if inner else ():
+            if isinstance(part, ast.Dict):
+                line = next((k.lineno for k in part.keys if k is not None and _is_text(k, inner)), None)
+                if line is not None:
+                    return line
+        return node.lineno if not isinstance(node, ast.Dict) else value.lineno
+    return None
+
+
+def _is_text(node: ast.expr | None, text: str | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value == text

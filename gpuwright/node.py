@@ -1,0 +1,240 @@
+"""Commands for a node, as the core builds them: a command line, and what goes in over stdin."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from gpuwright import REPOSITORY
+from gpuwright.smoke import PROMPT_TOKENS, PROMPTS, levels
+from gpuwright.spec import NodeFile, NodeSpec
+
+NODE_SCRIPTS = REPOSITORY / "files" / "node"
+LOCK_WAIT_S = 900
+LOCKED = 75
+
+
+@dataclass(frozen=True)
+class NodeCommand:
+    """A shell command; `stdin` is its input; a `streamed` one shows its output while it runs."""
+
+    line: str
+    stdin: str = ""
+    streamed: bool = False
+
+
+def script(name: str, request: dict[str, Any]) -> str:
+    """The text of a node script with its request set in front, for `python3 -I -u -`."""
+    parts = [(NODE_SCRIPTS / file).read_text(encoding="utf-8") for file in ("common.py", f"{name}.py")]
+    head = f"import json\nREQUEST = json.loads({json.dumps(json.dumps(request))})\n"
+    return "\n".join([head, *parts])
+
+
+def locked(spec: NodeSpec, line: str) -> str:
+    """`line` under the node's lock, so that two deploys never change a node at the same moment.
+
+    `--close`: what the command leaves running (supervisord) must not inherit the lock.
+    """
+    flock = f"flock --close --wait {LOCK_WAIT_S} --conflict-exit-code {LOCKED} {shlex.quote(spec.paths.mutex)} {line}"
+    message = f"another deploy has held {spec.paths.mutex} for {LOCK_WAIT_S} s: wait for it, or see `fuser -v` on it"
+    return f"{flock}; rc=$?; if [ $rc -eq {LOCKED} ]; then echo {shlex.quote(message)}; fi; exit $rc"
+
+
+def run_script(
+    name: str, request: dict[str, Any], *, spec: NodeSpec | None = None, streamed: bool = False
+) -> NodeCommand:
+    """Run a node script; under the node's lock where `spec` is given."""
+    line = f"{PYTHON} 2>&1" if streamed else PYTHON
+    return NodeCommand(locked(spec, line) if spec else line, script(name, request), streamed)
+
+
+PYTHON = "python3 -I -u -"
+
+
+def observe(spec: NodeSpec) -> NodeCommand:
+    """One reading of everything the plan needs."""
+    files: list[NodeFile] = [*spec.scripts, spec.supervisor_conf]
+    if spec.cuda_stub_source:
+        files.append(spec.cuda_stub_source)
+    paths = [file.path for file in files] + [spec.paths.lock_copy, spec.paths.cuda_stub]
+    request = {
+        "root": spec.paths.root,
+        "venv": spec.paths.venv,
+        "tools": spec.paths.tools,
+        "port": spec.data.port,
+        "python": spec.data.python,
+        "interpreter": spec.data.interpreter,
+        "commands": ["bash", "cc", "flock", "sh"],
+        "folders": list(spec.paths.folders),
+        "files": paths,
+        "model": {"path": spec.model_path, "hash": spec.tiny_model is not None},
+        "patched": sorted({patch.file for patch in spec.patches}),
+    }
+    return run_script("observe", request)
+
+
+def make_folders(spec: NodeSpec) -> list[NodeCommand]:
+    """Every folder, with its mode."""
+    lines = [f"install -d -m {mode:04o} {shlex.quote(path)}" for path, mode in spec.paths.folders.items()]
+    return [NodeCommand(" && ".join(lines))]
+
+
+def write_files(spec: NodeSpec, files: list[NodeFile], remove: list[str] | None = None) -> NodeCommand:
+    """Put files in place atomically, and remove others."""
+    rows = [{"path": file.path, "text": file.text, "mode": file.mode} for file in files]
+    return run_script("write_files", {"files": rows, "remove": remove or []}, spec=spec)
+
+
+def install_tools(spec: NodeSpec) -> list[NodeCommand]:
+    """gpuwright's own venv on the node, from a lock with hashes."""
+    tools, lock = shlex.quote(spec.paths.tools), shlex.quote(spec.paths.tools_lock_copy)
+    pip = f"{tools}/bin/python -m pip install --quiet --disable-pip-version-check --no-input --require-hashes -r {lock}"
+    return [
+        write_files(spec, [NodeFile(spec.paths.tools_lock_copy, spec.tools_lock.text)]),
+        NodeCommand(locked(spec, f"sh -c {shlex.quote(f'python3 -m venv --clear {tools} && {pip} 2>&1')}"), "", True),
+    ]
+
+
+def _uv(spec: NodeSpec, *arguments: str) -> str:
+    downloads = "automatic" if spec.data.python_download else "never"
+    environment = f"env UV_PYTHON_DOWNLOADS={downloads} UV_NO_PROGRESS=1"
+    return " ".join([environment, shlex.quote(f"{spec.paths.tools}/bin/uv"), *map(shlex.quote, arguments)])
+
+
+def create_venv(spec: NodeSpec, interpreter: str) -> list[NodeCommand]:
+    """An empty venv of the declared Python."""
+    line = _uv(spec, "venv", "--clear", "--python", interpreter, spec.paths.venv)
+    return [NodeCommand(locked(spec, f"{line} 2>&1"), "", True)]
+
+
+def sync_venv(spec: NodeSpec, reinstall: list[str]) -> list[NodeCommand]:
+    """Sync the venv to the lock, hashes required: missing distributions come, others go, damaged ones come anew."""
+    again = [part for name in reinstall for part in ("--reinstall-package", name)]
+    sync = _uv(
+        spec, "pip", "sync", "--python", spec.python, "--require-hashes", "--only-binary", ":all:", *again,
+        spec.paths.lock_copy,
+    )  # fmt: skip
+    # Nothing that was proved of the venv is proved of what it becomes; so the stamp goes first.
+    stamp = f"{spec.paths.run}/runtime.json"
+    return [
+        write_files(spec, [NodeFile(spec.paths.lock_copy, spec.lock.text)], [stamp]),
+        # uv's line for each distribution repeats the plan; its downloads and its errors are what to look at.
+        NodeCommand(locked(spec, _bash(f"{sync} 2>&1 | {{ grep -v '^ [+-] ' || true; }}")), "", True),
+    ]
+
+
+def _bash(pipeline: str) -> str:
+    return f"bash -o pipefail -c {shlex.quote(pipeline)}"
+
+
+def build_cuda_stub(spec: NodeSpec) -> list[NodeCommand]:
+    """Compile the libcuda stand-in; its source is put in place last, as the sign that it was built from it."""
+    assert spec.cuda_stub_source is not None
+    lib = shlex.quote(spec.paths.cuda_stub)
+    build = f"cc -shared -fPIC -Wl,-soname,libcuda.so.1 -o {lib}.new -x c - && mv {lib}.new {lib}"
+    return [
+        NodeCommand(locked(spec, f"sh -c {shlex.quote(build)}"), spec.cuda_stub_source.text),
+        write_files(spec, [spec.cuda_stub_source]),
+    ]
+
+
+def verify_runtime(spec: NodeSpec) -> list[NodeCommand]:
+    """What must be true of the stack, run in the venv."""
+    request = {
+        "python": spec.python,
+        "env": spec.model_env,
+        "proofs": spec.runtime_proofs,
+        "stamp": f"{spec.paths.run}/runtime.json",
+        "value": spec.runtime_stamp,
+    }
+    return [run_script("prove", request, spec=spec, streamed=True)]
+
+
+def probe_patches(spec: NodeSpec) -> list[NodeCommand]:
+    """The behaviour probes of the series, run in the venv."""
+    request = {
+        "python": spec.python,
+        "env": spec.model_env,
+        "proofs": spec.patch_proofs,
+        "stamp": f"{spec.paths.run}/patches.json",
+        "value": spec.patches_stamp,
+    }
+    return [run_script("prove", request, spec=spec, streamed=True)]
+
+
+def apply_patches(spec: NodeSpec, files: list[dict[str, Any]], site: str) -> list[NodeCommand]:
+    """Take files through their patches."""
+    request = {
+        "site": site,
+        "originals": spec.paths.originals,
+        "stamp": f"{spec.paths.run}/patches.json",
+        "files": files,
+    }
+    return [run_script("patch_files", request, spec=spec)]
+
+
+def make_tiny_model(spec: NodeSpec) -> list[NodeCommand]:
+    """Make the lab's model."""
+    return [run_script("tiny_model", {"path": spec.model_path, "model": spec.tiny_model}, spec=spec)]
+
+
+def run_server(spec: NodeSpec, actions: list[str], runs_on: dict[str, str]) -> list[NodeCommand]:
+    """Stop, start or await the server."""
+    request = {
+        "root": spec.paths.root,
+        "actions": actions,
+        "port": spec.data.port,
+        "script": spec.active_script.path,
+        "log": spec.log,
+        "tier": spec.tier.name,
+        "runs_on": runs_on,
+        "conf": spec.paths.supervisor_conf,
+        "deadline_s": spec.data.ready_timeout_s,
+        "seen": spec.tier.took_effect.seen,
+        "never": spec.tier.took_effect.never,
+    }
+    return [run_script("server", request, spec=spec, streamed=True)]
+
+
+def prune_caches(spec: NodeSpec, names: list[str]) -> list[NodeCommand]:
+    """Remove JIT caches of runtime digests that are no longer declared."""
+    folders = " ".join(shlex.quote(f"{spec.paths.cache}/{name}") for name in names)
+    return [NodeCommand(locked(spec, f"rm -rf -- {folders}"))]
+
+
+def record_state(spec: NodeSpec, revision: str, at: str) -> list[NodeCommand]:
+    """Write state.json: what was deployed, when, from which revision of this repository."""
+    state = {"spec_digest": spec.spec_digest, "runtime_digest": spec.runtime_digest, "tier": spec.tier.name}
+    text = json.dumps({**state, "patch_set_digest": spec.patch_set_digest, "revision": revision, "at": at}, indent=1)
+    return [write_files(spec, [NodeFile(f"{spec.paths.root}/state.json", text + "\n")])]
+
+
+def benchmark(spec: NodeSpec, run_id: str) -> NodeCommand:
+    """Measure the running server; raw files and a summary stay on the node under results/raw/<run_id>."""
+    request = {
+        "python": spec.python,
+        "env": spec.environment(spec.tier),
+        "port": spec.data.port,
+        "model": spec.model_path,
+        "root": spec.paths.root,
+        "run_id": run_id,
+        "timeout_s": spec.data.smoke_benchmark.timeout_s,
+        "prompts": list(PROMPTS),
+        "prompt_tokens": PROMPT_TOKENS,
+        "levels": [
+            {
+                "concurrency": level.concurrency,
+                "about": level.about,
+                "argv": level.argv(spec.data.port, spec.model_path),
+            }
+            for level in levels(spec.data.smoke_benchmark)
+        ],
+    }
+    return run_script("bench", request, spec=spec, streamed=True)
+
+
+def read_summary(spec: NodeSpec, run_id: str) -> NodeCommand:
+    """Fetch what `benchmark` left."""
+    return NodeCommand(f"cat {shlex.quote(f'{spec.paths.results}/raw/{run_id}/summary.json')}")

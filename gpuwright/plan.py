@@ -1,0 +1,385 @@
+"""The difference between what a node should be and what it is: a list of changes. Pure; no pyinfra, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+from gpuwright.catalogue import Patch
+from gpuwright.hostdata import FolderModel
+from gpuwright.patches import FileState, patched_files
+from gpuwright.preflight import problems, report
+from gpuwright.spec import NodeFile, NodeSpec, digest
+from gpuwright.state import NodeState
+
+PREFLIGHT = "preflight | check the node"
+FOLDERS = "system | create the node's folders"
+TOOLS = "runtime | install uv and supervisor"
+VENV = "runtime | create the venv"
+SYNC = "runtime | sync venv to lock"
+STUB = "runtime | build the libcuda stand-in"
+VERIFY = "runtime | verify what must be true"
+APPLY = "patches | apply the series"
+PROBE = "patches | probe behaviour"
+MODEL = "model | make or check the model"
+LAUNCHERS = "launchers | write launch scripts"
+CONFIGURE = "service | configure supervisor"
+SERVER = "service | run the active tier"
+PRUNE = "service | prune unused JIT caches"
+RECORD = "service | record the deployed state"
+SMOKE = "smoke | benchmark the active tier"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference. A `blocked` one cannot be mended by deploying: it stops the host, and `what` says why."""
+
+    step: str
+    what: str
+    expected: str = ""
+    found: str = ""
+    blocked: bool = False
+
+    def __str__(self) -> str:
+        if not self.expected:
+            return self.what
+        return f"{self.what}: expected {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every change of one host, in the order of the steps."""
+
+    changes: tuple[Change, ...]
+
+    def of(self, step: str) -> list[Change]:
+        """The changes of one step."""
+        return [change for change in self.changes if change.step == step]
+
+
+def plan(spec: NodeSpec, state: NodeState) -> Plan:
+    """Every change of the spec's stages.
+
+    A step sees the changes of the steps before it, so that one plan made up front (`--dry`) names what will follow from
+    what; when a deploy runs, each step is planned anew on a fresh observation.
+    """
+    steps: list[tuple[str, Callable[[NodeSpec, NodeState, list[Change]], Iterable[Change]]]] = [
+        ("preflight", _preflight), ("system", _folders),
+        ("runtime", _tools), ("runtime", _venv), ("runtime", _sync), ("runtime", _stub), ("runtime", _verify),
+        ("patches", _apply), ("patches", _probe), ("model", _model), ("launchers", _launchers),
+        ("service", _configure), ("service", _server), ("service", _prune), ("service", _record), ("smoke", _smoke),
+    ]  # fmt: skip
+    changes: list[Change] = []
+    for stage, step in steps:
+        if stage in spec.data.stages:
+            changes += list(step(spec, state, changes))
+    return Plan(tuple(changes))
+
+
+def _has(changes: list[Change], *steps: str) -> bool:
+    return any(change.step in steps for change in changes)
+
+
+def _preflight(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    found = problems(spec, state, installed=not _differences(spec, state))
+    if found:
+        yield Change(PREFLIGHT, report(found), blocked=True)
+
+
+def _folders(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    absent = [path for path in spec.paths.folders if state.folders.get(path) is None]
+    if spec.paths.root in absent:
+        yield Change(FOLDERS, f"{spec.paths.root} and {len(absent) - 1} folders in it", "there", "absent")
+        return
+    for path, mode in spec.paths.folders.items():
+        seen = state.folders.get(path)
+        if seen is None:
+            yield Change(FOLDERS, path, f"mode {mode:04o}", "absent")
+        elif seen.mode != mode:
+            yield Change(FOLDERS, path, f"mode {mode:04o}", f"mode {seen.mode:04o}")
+
+
+def _tools(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    if state.tools is None:
+        yield Change(TOOLS, spec.paths.tools, "uv and supervisor", "absent")
+        return
+    for name, version in spec.tools_lock.versions.items():
+        seen = state.tools.distributions.get(name)
+        if seen is None or not same_version(seen, version):
+            yield Change(TOOLS, name, version, seen or "absent")
+        elif name in state.tools.damaged:
+            yield Change(TOOLS, name, f"{version}, whole", state.tools.damaged[name])
+
+
+def _venv(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    if state.venv is None:
+        yield Change(VENV, spec.paths.venv, f"a venv of Python {spec.data.python}", "absent")
+    elif ".".join(state.venv.python.split(".")[:2]) != spec.data.python:
+        yield Change(VENV, spec.paths.venv, f"Python {spec.data.python}", f"Python {state.venv.python}")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One distribution that is not as the lock says."""
+
+    name: str
+    expected: str
+    found: str
+
+
+def _differences(spec: NodeSpec, state: NodeState) -> list[Difference]:
+    """Every distribution that is missing, extra, of another version, or damaged."""
+    seen = state.venv.distributions if state.venv else {}
+    damaged = state.venv.damaged if state.venv else {}
+    found = []
+    for name, version in spec.lock.versions.items():
+        if name not in seen:
+            found.append(Difference(name, version, "absent"))
+        elif not same_version(seen[name], version):
+            found.append(Difference(name, version, seen[name]))
+        elif name in damaged:
+            found.append(Difference(name, f"{version}, whole", damaged[name]))
+    found += [Difference(name, "absent", seen[name]) for name in seen if name not in spec.lock.versions]
+    return found
+
+
+def _sync(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    if _has(before, VENV):
+        yield Change(SYNC, f"{len(spec.lock.versions)} distributions to install from the lock")
+        return
+    differences = _differences(spec, state)
+    shown = 8
+    for difference in differences[:shown]:
+        yield Change(SYNC, difference.name, difference.expected, difference.found)
+    if len(differences) > shown:
+        yield Change(SYNC, f"and {len(differences) - shown} more distributions")
+    lock = state.files.get(spec.paths.lock_copy)
+    if not differences and (lock is None or lock.sha256 != spec.lock.sha256):
+        yield Change(SYNC, "the lock on the node", spec.lock.sha256[:12], lock.sha256[:12] if lock else "absent")
+
+
+def damaged_distributions(spec: NodeSpec, state: NodeState) -> list[str]:
+    """The distributions that must be installed anew though their version is right."""
+    return sorted(name for name in state.venv.damaged if name in spec.lock.versions) if state.venv else []
+
+
+def _stub(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    source = spec.cuda_stub_source
+    if source is None:
+        return
+    if state.files.get(spec.paths.cuda_stub) is None:
+        yield Change(STUB, spec.paths.cuda_stub, "built", "absent")
+    else:
+        yield from _file_changes(STUB, [source], state)
+
+
+def _verify(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    ids = ", ".join(truth.id for truth in spec.stack.must_be_true)
+    if _has(before, VENV, SYNC, STUB):
+        yield Change(VERIFY, f"{ids}: the runtime changes")
+    elif (state.stamps.get("runtime") or {}).get("value") != spec.runtime_stamp:
+        yield Change(VERIFY, ids, "verified for this lock", "not verified")
+
+
+def _apply(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    installing = _has(before, VENV)
+    touched = {change.what for change in before if change.step == SYNC}
+    for file in patched_files(spec.patches):
+        found = file.state(state.patched.get(file.path))
+        names = ", ".join(patch.id for patch in file.chain)
+        if installing or found is FileState.PRISTINE or found is FileState.PARTIAL:
+            yield Change(APPLY, f"{file.path} by {names}", "applied", "pristine" if installing else found.value)
+        elif file.chain[0].distribution in touched or (found is FileState.ABSENT and touched):
+            yield Change(APPLY, f"{file.path} by {names}", "applied", "its distribution is installed first")
+        elif found is not FileState.APPLIED:
+            yield Change(APPLY, _refusal(spec, state, file.path, file.chain, found), blocked=True)
+
+
+def _refusal(spec: NodeSpec, state: NodeState, path: str, chain: tuple[Patch, ...], found: FileState) -> str:
+    seen = state.patched.get(path)
+    site = state.venv.site if state.venv else spec.paths.venv
+    distribution = chain[0].distribution
+    return (
+        f"{site}/{path} is {found.value} and was left as it is\n"
+        f"    expected sha256 {chain[-1].post_sha256} (patched) or {chain[0].pre_sha256} (pristine)\n"
+        f"    found    sha256 {seen.sha256 if seen else 'none'}\n"
+        f"    -> keep a copy if the edit is wanted; then reinstall {distribution} and deploy again:\n"
+        f"       {spec.paths.tools}/bin/uv pip install --python {spec.python} --no-deps --reinstall "
+        f"{distribution}=={spec.lock.versions.get(distribution, '')}"
+    )
+
+
+def _probe(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    ids = ", ".join(patch.id for patch in spec.patches)
+    if not ids:
+        return
+    if _has(before, VENV, APPLY):
+        yield Change(PROBE, f"{ids}: patched files change")
+    elif (state.stamps.get("patches") or {}).get("value") != spec.patches_stamp:
+        yield Change(PROBE, ids, "probed for this patch set", "not probed")
+
+
+def _model(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    path, seen = spec.model_path, state.model
+    if isinstance(spec.data.model, FolderModel):
+        problem = folder_problem(spec, state)
+        if problem:
+            yield Change(MODEL, problem, blocked=True)
+        return
+    if seen is None:
+        yield Change(MODEL, path, "the tiny model", "absent")
+        return
+    manifest = seen.manifest or {}
+    if manifest.get("model") != spec.tiny_model:
+        yield Change(MODEL, path, f"made from {spec.tiny_model}", f"made from {manifest.get('model')}")
+        return
+    for name, sha256 in manifest["files"].items():
+        file = seen.files.get(name)
+        if file is None or file.sha256 != sha256:
+            yield Change(MODEL, f"{path}/{name}", sha256[:12], (file.sha256 or "")[:12] if file else "absent")
+
+
+def folder_problem(spec: NodeSpec, state: NodeState) -> str | None:
+    """What keeps a model folder from being served, or None."""
+    path, seen = spec.model_path, state.model
+    remedy = "\n    -> put the whole model there, or set `model` in group_data"
+    if seen is None:
+        return f"the model folder {path} does not exist{remedy}"
+    if seen.model_type is None:
+        return f"{path}/config.json is absent or names no model_type{remedy}"
+    if seen.shards is None:
+        weights = [name for name in seen.files if name.endswith(".safetensors")]
+        return None if weights else f"{path} holds neither model.safetensors.index.json nor any .safetensors{remedy}"
+    missing = [name for name in seen.shards if name not in seen.files or not seen.files[name].size]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        return f"{path} lacks {len(missing)} of {len(seen.shards)} shards: {', '.join(missing[:3])}{more}{remedy}"
+    return None
+
+
+def _launchers(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    yield from _file_changes(LAUNCHERS, spec.scripts, state)
+    for path in stale_scripts(spec, state):
+        yield Change(LAUNCHERS, path, "absent", "a script of no tier of this ladder")
+
+
+def stale_scripts(spec: NodeSpec, state: NodeState) -> list[str]:
+    """Launch scripts on the node that no tier of the ladder has."""
+    declared = {file.path for file in spec.scripts}
+    paths = [f"{spec.paths.launch}/{name}" for name in state.launch_scripts]
+    return [path for path in paths if path not in declared]
+
+
+def _configure(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    yield from _file_changes(CONFIGURE, [spec.supervisor_conf], state)
+
+
+def _file_changes(step: str, files: Iterable[NodeFile], state: NodeState) -> Iterable[Change]:
+    for file in files:
+        seen = state.files.get(file.path)
+        if seen is None:
+            yield Change(step, file.path, f"sha256 {file.sha256[:12]}", "absent")
+        elif seen.sha256 != file.sha256:
+            yield Change(step, file.path, f"sha256 {file.sha256[:12]}", seen.sha256[:12])
+        elif seen.mode != file.mode:
+            yield Change(step, file.path, f"mode {file.mode:04o}", f"mode {seen.mode:04o}")
+
+
+def runs_on(spec: NodeSpec, state: NodeState) -> dict[str, str]:
+    """What the server depends on, as found on the node now: the server is restarted when one of these differs from
+    what it was started on. Each value identifies an event (verified when, probed when) or a content.
+    """
+
+    def stamp(name: str) -> str:
+        found = state.stamps.get(name) or {}
+        return f"{found.get('value', '')}@{found.get('at', '')}"
+
+    script = state.files.get(spec.active_script.path)
+    conf = state.files.get(spec.supervisor_conf.path)
+    model = {name: [file.size, file.sha256] for name, file in sorted(state.model.files.items())} if state.model else {}
+    return {
+        "runtime": stamp("runtime"),
+        "patches": stamp("patches") if spec.patches else "none",
+        "launch script": script.sha256 if script else "absent",
+        "supervisor's configuration": conf.sha256 if conf else "absent",
+        "model": digest(model),
+    }
+
+
+def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
+    """What files/node/server.py must do on a node in `state`: nothing, wait, or stop, start and wait."""
+    server = state.server
+    record = server.record or {}
+    if server.pid is None or record.get("runs_on") != runs_on(spec, state):
+        return ["stop", "start", "wait"]
+    if not record.get("ready_at"):
+        return ["wait"]
+    return [] if server.health == 200 else ["stop", "start", "wait"]
+
+
+def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    server, tier = state.server, spec.tier.name
+    record = server.record or {}
+    causes = {
+        "runtime": (VENV, SYNC, STUB, VERIFY),
+        "patches": (APPLY, PROBE),
+        "model": (MODEL,),
+        "launch script": (LAUNCHERS,),
+        "supervisor's configuration": (CONFIGURE,),
+    }
+    pending = [name for name, steps in causes.items() if _has(before, *steps)]
+    active = any(c.step == LAUNCHERS and c.what == spec.active_script.path for c in before)
+    if "launch script" in pending and not active:
+        pending.remove("launch script")
+    if server.pid is None:
+        strays = f", and processes {server.processes} are left of an earlier one" if server.processes else ""
+        status = {None: "not running"}.get(server.status, f"not running ({server.status})")
+        yield Change(SERVER, f"tier {tier}", "serving", status + strays)
+    elif pending:
+        yield Change(SERVER, f"restart tier {tier}, because of: {', '.join(pending)}")
+    elif record.get("runs_on") != (wanted := runs_on(spec, state)):
+        then = record.get("runs_on") or {}
+        changed = ", ".join(name for name in wanted if wanted[name] != then.get(name))
+        yield Change(SERVER, f"restart tier {tier}, because of what changed since it was started: {changed}")
+    elif not record.get("ready_at"):
+        yield Change(SERVER, f"await tier {tier}", "ready", f"pid {server.pid} is still loading")
+    elif server.health != 200:
+        yield Change(SERVER, f"tier {tier}", "/health answers 200", f"{server.health or 'no answer'}")
+
+
+def unused_caches(spec: NodeSpec, state: NodeState) -> list[str]:
+    """The JIT caches of other runtime digests."""
+    return [name for name in state.caches if name != spec.runtime_digest[:16]]
+
+
+def _prune(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    for name in unused_caches(spec, state):
+        yield Change(PRUNE, f"{spec.paths.cache}/{name}", "absent", "the cache of a runtime no longer declared")
+
+
+def _record(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    found = (state.state or {}).get("spec_digest")
+    if found != spec.spec_digest:
+        yield Change(RECORD, "spec", spec.spec_digest[:12], str(found)[:12] if found else "none")
+
+
+def _smoke(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    levels = ", ".join(str(level) for level in spec.data.smoke_benchmark.levels)
+    if spec.data.smoke == "never":
+        return
+    accepted = any(r.spec_digest == spec.spec_digest and r.verdict == "accepted" for r in state.results)
+    if spec.data.smoke == "always":
+        yield Change(SMOKE, f"tier {spec.tier.name} at concurrency {levels}: asked for by smoke=always")
+    elif not accepted:
+        what = f"tier {spec.tier.name} at concurrency {levels}"
+        yield Change(SMOKE, what, f"an accepted result for spec {spec.spec_digest[:12]}", "none")
+
+
+def same_version(one: str, other: str) -> bool:
+    """Whether two version texts mean the same version (1.0 and 1.0.0 do)."""
+    try:
+        return Version(one) == Version(other)
+    except InvalidVersion:
+        return one == other

@@ -1,0 +1,317 @@
+"""NodeSpec: what a node should be. Every derived value is computed here, once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jinja2
+
+from gpuwright import REPOSITORY
+from gpuwright.catalogue import PATCHES, Catalogue, Ladder, Patch, Stack, Tier
+from gpuwright.errors import InputError, InputErrors, nearest
+from gpuwright.hostdata import STAGES, HostData, Sources, TinyModel, read_host_data
+from gpuwright.lockfile import TOOLS_LOCK, Lock, lock_path, read_lock
+
+COMPILER_FLAGS = ("FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_CUDA_ARCH_LIST")
+
+
+def digest(value: Any) -> str:
+    """sha256 in hex over the canonical JSON of a value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where everything lies on a node, below its root."""
+
+    root: str
+
+    def __getattr__(self, name: str) -> str:
+        folders = ("launch", "patches", "cache", "logs", "results", "run", "tools", "venv", "lib")
+        if name not in folders:
+            raise AttributeError(name)
+        return f"{self.root}/{name}"
+
+    @property
+    def folders(self) -> dict[str, int]:
+        """The folders the system stage makes, with their permission bits; tools and venv are made by their tools."""
+        names = ("launch", "patches", "patches/originals", "cache", "logs", "results", "lib")
+        return {self.root: 0o755, **{f"{self.root}/{name}": 0o755 for name in names}, self.run: 0o700}
+
+    @property
+    def originals(self) -> str:
+        """The pristine content of every patched file, named by its sha256."""
+        return f"{self.root}/patches/originals"
+
+    @property
+    def socket(self) -> str:
+        """supervisord's unix socket."""
+        return f"{self.run}/supervisor.sock"
+
+    @property
+    def supervisor_conf(self) -> str:
+        """supervisord's configuration."""
+        return f"{self.run}/supervisord.conf"
+
+    @property
+    def lock_copy(self) -> str:
+        """The lock the venv was last synced to."""
+        return f"{self.run}/runtime.lock.txt"
+
+    @property
+    def tools_lock_copy(self) -> str:
+        """The lock of gpuwright's own tools."""
+        return f"{self.run}/tools.lock.txt"
+
+    @property
+    def cuda_stub(self) -> str:
+        """The libcuda stand-in of a node without a GPU."""
+        return f"{self.lib}/libcuda.so.1"
+
+    @property
+    def cuda_stub_source(self) -> str:
+        """Its source, kept beside it so that a change of the source is seen."""
+        return f"{self.lib}/libcuda_stub.c"
+
+    @property
+    def mutex(self) -> str:
+        """The file that whatever changes the node holds a lock on."""
+        return f"{self.root}/.lock"
+
+
+@dataclass(frozen=True)
+class NodeFile:
+    """A text file that must lie on the node: absolute path, content, permission bits."""
+
+    path: str
+    text: str
+    mode: int = 0o644
+
+    @cached_property
+    def sha256(self) -> str:
+        """sha256 of the content, in hex."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What one host should be: validated data, the catalogue's part of it, and all that follows from them."""
+
+    host: str
+    data: HostData
+    stack: Stack
+    ladder: Ladder
+    tier: Tier
+    lock: Lock
+    tools_lock: Lock
+    patches: tuple[Patch, ...]
+
+    @cached_property
+    def paths(self) -> Paths:
+        """The node's paths."""
+        return Paths(self.data.root)
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages of this run, in their order."""
+        return [stage for stage in STAGES if stage in self.data.stages]
+
+    @property
+    def python(self) -> str:
+        """The venv's interpreter."""
+        return f"{self.paths.venv}/bin/python"
+
+    @cached_property
+    def patch_set_digest(self) -> str:
+        """Over the ordered post-images."""
+        return digest([[patch.file, patch.post_sha256] for patch in self.patches])
+
+    @cached_property
+    def runtime_digest(self) -> str:
+        """Over what compiled kernels depend on: lock, Python, patch set, compiler flags and the CUDA toolkit's place."""
+        flags = {name: self.ladder.env[name] for name in COMPILER_FLAGS if name in self.ladder.env}
+        inputs = [self.lock.sha256, self.data.python, self.patch_set_digest, flags, self.data.cuda_home]
+        return digest(inputs)
+
+    @cached_property
+    def spec_digest(self) -> str:
+        """Over everything declared for this node: a benchmark result belongs to exactly one of these."""
+        benchmark = self.data.smoke_benchmark.model_dump()
+        files = [[file.path, file.sha256, file.mode] for file in (*self.scripts, self.supervisor_conf)]
+        model = self.data.model.model_dump()
+        return digest([self.runtime_digest, self.tools_lock.sha256, self.tier.name, files, model, benchmark])
+
+    @cached_property
+    def cache(self) -> str:
+        """The JIT caches' folder: under the runtime digest, so a patch or a flag never meets a stale kernel."""
+        return f"{self.paths.cache}/{self.runtime_digest[:16]}"
+
+    @property
+    def model_path(self) -> str:
+        """The model folder."""
+        model = self.data.model
+        return f"{self.paths.root}/model" if isinstance(model, TinyModel) else model.path
+
+    @property
+    def model_env(self) -> dict[str, str]:
+        """Environment that anything importing the engine needs on this node."""
+        return {"LD_LIBRARY_PATH": self.paths.lib} if self.data.device == "cpu" else {}
+
+    def environment(self, tier: Tier) -> dict[str, str]:
+        """A tier's whole environment, in the order in which the launch script sets it."""
+        path = [f"{self.paths.venv}/bin"]
+        cuda: dict[str, str] = {}
+        if self.data.cuda_home:
+            path.append(f"{self.data.cuda_home}/bin")
+            cuda["CUDA_HOME"] = self.data.cuda_home
+        return {
+            "PATH": ":".join([*path, "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]),
+            **cuda,
+            **self.model_env,
+            "FLASHINFER_WORKSPACE_BASE": f"{self.cache}/flashinfer",
+            "TRITON_CACHE_DIR": f"{self.cache}/triton",
+            "TORCHINDUCTOR_CACHE_DIR": f"{self.cache}/inductor",
+            "HF_HUB_OFFLINE": "1",
+            **{**self.ladder.env, **tier.env},
+        }
+
+    def arguments(self, tier: Tier) -> list[str]:
+        """A tier's arguments for sglang.launch_server, one `--flag value` a line, quoted for a shell."""
+        merged = {k: v for k, v in self.ladder.args.items() if k not in tier.without} | tier.args
+        fixed: dict[str, Any] = {
+            "model-path": self.model_path,
+            "host": self.data.bind,
+            "port": self.data.port,
+            "tp-size": self.ladder.tp,
+        }
+        lines = []
+        for name, value in {**fixed, **merged}.items():
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            lines.append(" ".join([f"--{name}", *(shlex.quote(str(v)) for v in values)]))
+        return lines
+
+    def script_name(self, tier: Tier) -> str:
+        """`run_tp8_piecewise.sh`."""
+        return f"run_tp{self.ladder.tp}_{tier.name.replace('-', '_')}.sh"
+
+    def script_path(self, tier: Tier) -> str:
+        """Where a tier's launch script lies on the node."""
+        return f"{self.paths.launch}/{self.script_name(tier)}"
+
+    @property
+    def log(self) -> str:
+        """The active tier's server log."""
+        return f"{self.paths.logs}/sglang-server-{self.tier.name}.log"
+
+    @cached_property
+    def scripts(self) -> tuple[NodeFile, ...]:
+        """One launch script for every tier of the ladder."""
+        template = _templates().get_template("run_tier.sh.j2")
+        return tuple(
+            NodeFile(
+                self.script_path(tier),
+                template.render(
+                    script=self.script_name(tier), tier=tier, ladder_name=self.data.ladder, stack=self.stack,
+                    runtime_digest=self.runtime_digest[:16], patch_set_digest=self.patch_set_digest[:16],
+                    env=self.environment(tier), python=self.python, arguments=self.arguments(tier),
+                ),
+                0o755,
+            )
+            for tier in self.ladder.tiers
+        )  # fmt: skip
+
+    @cached_property
+    def active_script(self) -> NodeFile:
+        """The launch script the server runs."""
+        return next(file for file in self.scripts if file.path == self.script_path(self.tier))
+
+    @cached_property
+    def supervisor_conf(self) -> NodeFile:
+        """supervisord's configuration for the active tier."""
+        template = _templates().get_template("supervisord.conf.j2")
+        script = self.script_path(self.tier)
+        text = template.render(paths=self.paths, tier=self.tier, script=script, log=self.log)
+        return NodeFile(self.paths.supervisor_conf, text, 0o600)
+
+    @cached_property
+    def cuda_stub_source(self) -> NodeFile | None:
+        """The source of the libcuda stand-in, on a node without a GPU."""
+        if self.data.device != "cpu":
+            return None
+        text = (REPOSITORY / "files" / "node" / "libcuda_stub.c").read_text(encoding="utf-8")
+        return NodeFile(self.paths.cuda_stub_source, text)
+
+    @property
+    def runtime_proofs(self) -> list[dict[str, Any]]:
+        """What must be true of the stack, as proofs for files/node/prove.py."""
+        return [{"id": t.id, "code": t.code, "expect": t.expect} for t in self.stack.must_be_true]
+
+    @property
+    def patch_proofs(self) -> list[dict[str, Any]]:
+        """The patches' behaviour probes, as proofs for files/node/prove.py."""
+        return [
+            {"id": patch.id, "code": (PATCHES / patch.probe).read_text(encoding="utf-8"), "expect": None}
+            for patch in self.patches
+        ]
+
+    @cached_property
+    def runtime_stamp(self) -> str:
+        """What a verified runtime is recorded under."""
+        return digest([self.lock.sha256, self.data.python, self.data.device, self.runtime_proofs])
+
+    @cached_property
+    def patches_stamp(self) -> str:
+        """What a probed patch set is recorded under."""
+        return digest([self.lock.sha256, self.data.python, self.patch_set_digest, self.patch_proofs])
+
+    @cached_property
+    def tiny_model(self) -> dict[str, Any] | None:
+        """The generator's input for a tiny model, also the manifest it leaves; None for a model folder."""
+        model = self.data.model
+        return model.model_dump(exclude={"kind"}) if isinstance(model, TinyModel) else None
+
+
+def build_spec(host: str, data: Mapping[str, Any], catalogue: Catalogue, sources: Sources) -> NodeSpec:
+    """The desired state of a host from its merged inventory data.
+
+    Raises InputErrors (naming file, line and key) before anything is asked of the host.
+    """
+    values = read_host_data(data, sources)
+
+    def pick(key: str, name: str, among: Mapping[str, Any], what: str) -> Any:
+        if name not in among:
+            problem = f'there is no {what} "{name}"'
+            raise InputErrors([InputError(sources.place(key), key, problem, hint=nearest(name, among))])
+        return among[name]
+
+    stack: Stack = pick("stack", values.stack, catalogue.stacks, "stack")
+    ladder: Ladder = pick("ladder", values.ladder, catalogue.ladders, "ladder")
+    tier: Tier = pick("tier", values.tier, {t.name: t for t in ladder.tiers}, f"tier of ladder {values.ladder}")
+    if ladder.stack != stack.name:
+        problem = f'ladder "{values.ladder}" is written for stack "{ladder.stack}", not "{stack.name}"'
+        raise InputErrors([InputError(sources.place("ladder"), "ladder", problem)])
+    if values.python not in stack.pythons:
+        hint = f"{stack.name} is locked for Python " + ", ".join(stack.pythons)
+        problem = f'Python "{values.python}" has no lock'
+        raise InputErrors([InputError(sources.place("python"), "python", problem, hint=hint)])
+    lock = read_lock(lock_path(stack, values.python))
+    return NodeSpec(
+        host, values, stack, ladder, tier, lock, read_lock(TOOLS_LOCK), catalogue.patches_for(stack)
+    )  # fmt: skip
+
+
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(REPOSITORY / "files" / "templates"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,  # shell and ini text, not HTML
+    )
+    environment.filters["sh"] = lambda value: shlex.quote(str(value))
+    return environment

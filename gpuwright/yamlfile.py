@@ -1,0 +1,131 @@
+"""YAML files read into pydantic models, with the line of every value kept for the error messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gpuwright import REPOSITORY
+from gpuwright.errors import InputError, InputErrors, Place, nearest
+
+Loc = tuple[str | int, ...]
+M = TypeVar("M", bound="Row")
+
+
+class Row(BaseModel):
+    """Base of every catalogue model: frozen, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def shown(path: Path) -> str:
+    """A path as a person in the checkout would type it."""
+    try:
+        return str(path.resolve().relative_to(REPOSITORY))
+    except ValueError:
+        return str(path)
+
+
+def load_yaml(path: Path, model: type[M]) -> tuple[M, dict[Loc, int]]:
+    """Read `path` into `model`.
+
+    Returns the model and the 1-based line of each value by its location, for checks that need more than one file.
+    Raises InputErrors naming file, line and key.
+    """
+    value, lines = read_yaml(path)
+    try:
+        return model.model_validate(value), lines
+    except ValidationError as error:
+        raise InputErrors([_input_error(path, lines, model, detail) for detail in error.errors()]) from error
+
+
+def read_yaml(path: Path) -> tuple[Any, dict[Loc, int]]:
+    """The plain value of a YAML file and the line of each part. Raises InputErrors on bad syntax or a repeated key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputErrors([InputError(Place(shown(path)), "file", f"cannot be read: {error.strerror}")]) from error
+    loader = yaml.SafeLoader(text)
+    lines: dict[Loc, int] = {}
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            raise InputErrors([InputError(Place(shown(path)), "file", "is empty")])
+        _walk(path, node, (), lines)
+        return loader.construct_document(node), lines
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        raise InputErrors([InputError(Place(shown(path), line), "YAML", error.problem or str(error))]) from error
+    finally:
+        loader.dispose()
+
+
+def line_of(lines: dict[Loc, int], loc: Loc) -> int | None:
+    """The line of `loc`, or of the nearest part around it that has one (a missing key has none of its own)."""
+    for end in range(len(loc), -1, -1):
+        if loc[:end] in lines:
+            return lines[loc[:end]]
+    return None
+
+
+def dotted(loc: Loc) -> str:
+    """`ladders.lab.tiers[2].args` for a location."""
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _walk(path: Path, node: yaml.Node, loc: Loc, lines: dict[Loc, int]) -> None:
+    lines.setdefault(loc, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(key.value)
+            if name in seen:
+                place = Place(shown(path), key.start_mark.line + 1)
+                raise InputErrors([InputError(place, dotted((*loc, name)), "is written twice in one mapping")])
+            seen.add(name)
+            lines[(*loc, name)] = key.start_mark.line + 1
+            _walk(path, value, (*loc, name), lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _walk(path, value, (*loc, index), lines)
+
+
+def _input_error(path: Path, lines: dict[Loc, int], model: type[BaseModel], detail: Any) -> InputError:
+    loc: Loc = detail["loc"]
+    problem, hint = describe(detail)
+    if detail["type"] == "extra_forbidden":
+        hint = nearest(str(loc[-1]), _fields_at(model, loc[:-1]))
+    return InputError(Place(shown(path), line_of(lines, loc)), dotted(loc), problem, hint=hint)
+
+
+def describe(detail: Any) -> tuple[str, str]:
+    """A pydantic error's detail in the words of a person, and a hint."""
+    found = repr(detail.get("input"))
+    found = found if len(found) <= 60 else found[:57] + "..."
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return "there is no such key", ""
+    if kind == "missing":
+        return "is missing", ""
+    return f"{detail['msg'].removeprefix('Value error, ')}; found {found}", ""
+
+
+def _fields_at(model: type[BaseModel], loc: Loc) -> list[str]:
+    """The field names of the model found at `loc` inside `model` (best effort, for a hint only)."""
+    current: Any = model
+    for part in loc:
+        if isinstance(current, type) and issubclass(current, BaseModel) and part in current.model_fields:
+            current = current.model_fields[str(part)].annotation
+        else:
+            arguments = getattr(current, "__args__", ())
+            current = arguments[-1] if arguments else current
+    for candidate in (current, *getattr(current, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return list(candidate.model_fields)
+    return list(model.model_fields)

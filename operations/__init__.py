@@ -1,0 +1,1 @@
+"""pyinfra operations, one module a stage: read the observation, ask the core for the changes, yield its commands."""

@@ -1,0 +1,144 @@
+"""The border to pyinfra, in one place: desired states, the kept observation, and how a core command is run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pyinfra import host, logger, state
+from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS
+from pyinfra.api.command import FunctionCommand, PyinfraCommand, StringCommand
+from pyinfra.api.exceptions import PyinfraError
+from pyinfra.api.host import Host
+from pyinfra.api.state import State
+from pyinfra.connectors.ssh import connector_data_meta
+
+from facts.observation import Observation
+from gpuwright import REPOSITORY
+from gpuwright.catalogue import load_catalogue
+from gpuwright.errors import GpuwrightError, InputErrors
+from gpuwright.hostdata import Sources
+from gpuwright.node import NodeCommand, observe
+from gpuwright.plan import Change, plan
+from gpuwright.preflight import shell_failure
+from gpuwright.spec import NodeSpec, build_spec
+from gpuwright.state import NodeState
+
+_specs: dict[str, NodeSpec] = {}
+_observations: dict[str, tuple[bool, NodeState]] = {}
+
+
+def desired_state() -> NodeSpec:
+    """This host's NodeSpec. The first call reads the catalogue and validates every host of the run.
+
+    Raises PyinfraError naming file, line and key, before a command was sent to any host.
+    """
+    if not _specs:
+        try:
+            catalogue = load_catalogue()
+            errors, specs = [], {}
+            for each in state.inventory.get_active_hosts():
+                try:
+                    specs[each.name] = build_spec(each.name, _own_data(each), catalogue, _sources(each))
+                except InputErrors as error:
+                    errors += error.errors
+            if errors:
+                raise InputErrors(list({str(error): error for error in errors}.values()))
+        except GpuwrightError as error:
+            raise PyinfraError(f"the desired state cannot be built, and no host was touched:\n{error}") from None
+        _specs.update(specs)
+    return _specs[host.name]
+
+
+def _own_data(each: Host) -> dict[str, Any]:
+    """A host's data without what belongs to pyinfra and its connectors."""
+    return {k: v for k, v in each.data.dict().items() if k not in connector_data_meta and not k.startswith("_")}
+
+
+def _sources(each: Host) -> Sources:
+    """The files a host's data may come from, in the order in which pyinfra lets them win: inventory, last group first."""
+    inventory = [Path(argument) for argument in sys.argv[1:] if argument.endswith(".py") and "inventory" in argument]
+    groups = [REPOSITORY / "group_data" / f"{name}.py" for name in (*reversed(each.groups), "all")]
+    files = [path for path in (*inventory, *groups) if path.is_file()]
+    return Sources(state.inventory.get_override_data() or {}, files)
+
+
+def observed(spec: NodeSpec) -> NodeState | None:
+    """The node's state: read once for all stages, and again after a command of ours has run or execution begins.
+
+    None when the host did not answer, in which case pyinfra has marked it as failed.
+    """
+    kept = _observations.get(host.name)
+    if kept is None or kept[0] != state.is_executing:
+        command = observe(spec)
+        found = host.get_fact(Observation, line=command.line, _stdin=command.stdin)
+        if found is None:
+            return None
+        kept = _observations[host.name] = (state.is_executing, found)
+    return kept[1]
+
+
+Build = Callable[[NodeState, list[Change]], list[NodeCommand | PyinfraCommand]]
+
+
+def converge(spec: NodeSpec, step: str, settled: str, build: Build) -> Iterator[PyinfraCommand]:
+    """The body of every operation: plan, say what differs, yield the commands that `build` makes of it.
+
+    `settled` is the step's state in words, for the case that nothing is to do. A blocked change stops this host.
+    """
+    found = observed(spec)
+    if found is None:
+        yield StringCommand(shell_failure("the host could not be observed: see the message above"))
+        return
+    changes = plan(spec, found).of(step)
+    if not changes:
+        host.noop(settled)
+        return
+    blocked = [change for change in changes if change.blocked]
+    for change in changes:
+        for number, line in enumerate(str(change).splitlines()):
+            host.log(f"    {'! ' if change.blocked else '~ '}{line}" if not number else f"      {line}", logger.info)
+    if blocked:
+        yield StringCommand(shell_failure(f"{step}: stopped; nothing of this step was changed"))
+        return
+    try:
+        for command in build(found, changes):
+            yield command if isinstance(command, PyinfraCommand) else to_pyinfra(command)
+    finally:
+        if state.is_executing:
+            _observations.pop(host.name, None)
+
+
+def to_pyinfra(command: NodeCommand) -> PyinfraCommand:
+    """A core command as pyinfra's: with stdin, and shown line by line while it runs where it is a long one."""
+    if command.streamed:
+        return FunctionCommand(stream, (command,), {})
+    return StringCommand(command.line, **({"_stdin": command.stdin} if command.stdin else {}))  # type: ignore[arg-type]
+
+
+def stream(state: State, host: Host, command: NodeCommand) -> bool:
+    """Run a command and print its output as it comes; pyinfra's own commands hide theirs until they fail."""
+    return run(host, command, print_output=True)[0]
+
+
+def run(host: Host, command: NodeCommand, *, print_output: bool = False) -> tuple[bool, str]:
+    """Run a core command now, with the operation's own sudo and environment: (succeeded, its stdout)."""
+    given = host.current_op_global_arguments or {}
+    arguments: dict[str, Any] = {key: given[key] for key in CONNECTOR_ARGUMENT_KEYS if key in given}
+    if command.stdin:
+        arguments["_stdin"] = command.stdin
+    succeeded, output = host.run_shell_command(StringCommand(command.line), print_output=print_output, **arguments)
+    return succeeded, output.stdout
+
+
+def revision() -> str:
+    """This repository's commit, with `+` when the checkout holds uncommitted changes; "unknown" outside git."""
+    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+    try:
+        commit, dirty = (subprocess.run(c, cwd=REPOSITORY, capture_output=True, text=True, check=True) for c in commands)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if dirty.stdout.strip() else "")
