@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyinfra.api import FactBase
+from pyinfra.api.facts import FactBase
 from pyinfra.api.exceptions import FactProcessError
 
 from gpuwright.errors import GpuwrightError
@@ -16,7 +16,7 @@ class Observation(FactBase[NodeState]):
     node. The login shell may print before it, so only the last line counts.
     """
 
-    def command(self, line: str) -> str:  # type: ignore[override]
+    def command(self, line: str) -> str:
         """The command line that gpuwright.node.observe built."""
         return line
 

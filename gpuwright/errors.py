@@ -44,5 +44,6 @@ class InputErrors(GpuwrightError):
 def nearest(name: str, names: Iterable[str]) -> str:
     """`did you mean "x"?` for the nearest of `names`, else the list of what there is."""
     names = sorted(names)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    close.sort(key=lambda other: sorted(other) != sorted(name))  # letters swapped ("prot") are the likeliest slip
     return f'did you mean "{close[0]}"?' if close else "there is: " + ", ".join(names)

@@ -113,4 +113,5 @@ def _word(kind: str) -> str:
 def _fits(kind: str, value: Any) -> bool:
     if isinstance(value, bool):
         return False
-    return isinstance(value, {"int": int, "float": (int, float), "json": str, "str": str}[kind])
+    types: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "json": (str,), "str": (str,)}
+    return isinstance(value, types[kind])

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from gpuwright.errors import InputError, InputErrors, Place, nearest
-from gpuwright.yamlfile import Loc, Row, describe, dotted, shown
+from gpuwright.yamlfile import Loc, Row, describe, dotted, fields_at, shown
 
 STAGES = ("preflight", "system", "runtime", "patches", "model", "launchers", "service", "smoke")
 
@@ -20,7 +20,9 @@ def _node_path(path: str) -> str:
     if not path.startswith("/"):
         raise ValueError("is not an absolute path")
     if any(ord(c) < 32 or c in "\"'`$%;\\" for c in path):
-        raise ValueError("holds a quote, a control character or one of $ % ; ` \\, which supervisor's file cannot carry")
+        raise ValueError(
+            "holds a quote, a control character or one of $ % ; ` \\, which supervisor's file cannot carry"
+        )
     return posixpath.normpath(path)
 
 
@@ -89,7 +91,9 @@ def read_host_data(data: Mapping[str, Any], sources: Sources) -> HostData:
         values["stages"] = [part.strip() for part in values["stages"].split(",") if part.strip()]
     if isinstance(values.get("python"), float):  # --data python=3.12 arrives as a number, and 3.10 as 3.1
         problem = f"arrives as the number {values['python']}"
-        raise InputErrors([InputError(sources.place("python"), "python", problem, hint='write --data \'python="3.12"\'')])
+        raise InputErrors(
+            [InputError(sources.place("python"), "python", problem, hint="write --data 'python=\"3.12\"'")]
+        )
     try:
         return HostData.model_validate(values)
     except ValidationError as error:
@@ -99,8 +103,8 @@ def read_host_data(data: Mapping[str, Any], sources: Sources) -> HostData:
 def _input_error(detail: Any, sources: Sources) -> InputError:
     loc: Loc = tuple(part for part in detail["loc"] if part not in ("tiny", "folder"))
     problem, hint = describe(detail)
-    if detail["type"] == "extra_forbidden" and len(loc) == 1:
-        hint = nearest(str(loc[0]), HostData.model_fields)
+    if detail["type"] == "extra_forbidden":
+        hint = nearest(str(loc[-1]), fields_at(HostData, loc[:-1]))
     return InputError(sources.place(str(loc[0]), str(loc[-1])), dotted(loc), problem, hint=hint)
 
 
@@ -129,22 +133,23 @@ def _lines_of(path: Path, key: str, inner: str | None) -> int | None:
     except (OSError, SyntaxError):
         return None
     for node in ast.walk(tree):
-        value: ast.expr | None = None
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == key for t in node.targets):
-            value = node.value
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == key:
-            value = node.value
-        elif isinstance(node, ast.Dict):
-            value = next((v for k, v in zip(node.keys, node.values, strict=True) if _is_text(k, key)), None)
-        if value is None:
-            continue
-        for part in ast.walk(value) if inner else ():
-            if isinstance(part, ast.Dict):
-                line = next((k.lineno for k in part.keys if k is not None and _is_text(k, inner)), None)
-                if line is not None:
-                    return line
-        return node.lineno if not isinstance(node, ast.Dict) else value.lineno
+        for line, value in _assignments(node, key):
+            for part in ast.walk(value) if inner else ():
+                if isinstance(part, ast.Dict):
+                    found = next((k.lineno for k in part.keys if k is not None and _is_text(k, inner)), None)
+                    if found is not None:
+                        return found
+            return line
     return None
+
+
+def _assignments(node: ast.AST, key: str) -> list[tuple[int, ast.expr]]:
+    """(line, value) where `node` itself assigns `key`, or is a dict with that key."""
+    if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == key for t in node.targets):
+        return [(node.lineno, node.value)]
+    if isinstance(node, ast.Dict):
+        return [(k.lineno, v) for k, v in zip(node.keys, node.values, strict=True) if k and _is_text(k, key)]
+    return []
 
 
 def _is_text(node: ast.expr | None, text: str | None) -> bool:

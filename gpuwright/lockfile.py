@@ -46,7 +46,7 @@ def read_lock(path: Path) -> Lock:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise GpuwrightError(f"{shown(path)} does not exist: run `make lock`") from None
-    versions = {canonicalize_name(name): version for name, version in _PIN.findall(text)}
+    versions: dict[str, str] = {canonicalize_name(name): version for name, version in _PIN.findall(text)}
     if not versions:
         raise GpuwrightError(f"{shown(path)} pins no distribution: run `make lock`")
     found = _INPUTS.search(text)

@@ -10,6 +10,7 @@ from typing import Any
 from gpuwright import REPOSITORY
 from gpuwright.smoke import PROMPT_TOKENS, PROMPTS, levels
 from gpuwright.spec import NodeFile, NodeSpec
+from gpuwright.state import SeenInterpreter
 
 NODE_SCRIPTS = REPOSITORY / "files" / "node"
 LOCK_WAIT_S = 900
@@ -103,9 +104,10 @@ def _uv(spec: NodeSpec, *arguments: str) -> str:
     return " ".join([environment, shlex.quote(f"{spec.paths.tools}/bin/uv"), *map(shlex.quote, arguments)])
 
 
-def create_venv(spec: NodeSpec, interpreter: str) -> list[NodeCommand]:
-    """An empty venv of the declared Python."""
-    line = _uv(spec, "venv", "--clear", "--python", interpreter, spec.paths.venv)
+def create_venv(spec: NodeSpec, interpreter: SeenInterpreter | None) -> list[NodeCommand]:
+    """An empty venv of the declared Python: of `interpreter`, or of one that uv downloads."""
+    python = interpreter.path if interpreter else spec.data.python
+    line = _uv(spec, "venv", "--clear", "--python", python, spec.paths.venv)
     return [NodeCommand(locked(spec, f"{line} 2>&1"), "", True)]
 
 

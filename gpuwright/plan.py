@@ -335,7 +335,7 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
         pending.remove("launch script")
     if server.pid is None:
         strays = f", and processes {server.processes} are left of an earlier one" if server.processes else ""
-        status = {None: "not running"}.get(server.status, f"not running ({server.status})")
+        status = f"not running ({server.status})" if server.status else "not running"
         yield Change(SERVER, f"tier {tier}", "serving", status + strays)
     elif pending:
         yield Change(SERVER, f"restart tier {tier}, because of: {', '.join(pending)}")

@@ -11,7 +11,9 @@ from gpuwright.spec import NodeSpec
 RECORD_VERSION = 1
 
 
-def make_record(spec: NodeSpec, summary: dict[str, Any], run_id: str, revision: str) -> tuple[dict[str, Any], list[Judged]]:
+def make_record(
+    spec: NodeSpec, summary: dict[str, Any], run_id: str, revision: str
+) -> tuple[dict[str, Any], list[Judged]]:
     """The record of a run, and its judged levels. `verdict` is accepted only when no rule at all is broken."""
     judged = [
         judge(level, run, summary["max_total_num_tokens"])
@@ -69,7 +71,7 @@ def dump(record: dict[str, Any]) -> str:
 def table(record: dict[str, Any]) -> str:
     """A run as a person reads it in a terminal: one line a level, rejected ones with the rules they break."""
     head = ("concurrency", "requests", "output tok/s", "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "verdict")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for level in record["levels"]:
         figures = level["figures"]
         keys = ("output_throughput", "ttft_median_ms", "ttft_p99_ms", "tpot_median_ms")
@@ -78,7 +80,8 @@ def table(record: dict[str, Any]) -> str:
         rows.append((str(level["concurrency"]), str(level["prompts"]), *shown, verdict))
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) + "  " + row[-1] for row in rows
+        "  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) + "  " + row[-1]
+        for row in rows
     ]
     lines.insert(0, f"{record['inventory_host']}: tier {record['tier']}, spec {record['spec_digest'][:12]}")
     for level in record["levels"]:

@@ -104,7 +104,9 @@ def judge(level: Level, run: dict[str, Any], max_total_num_tokens: int | None) -
     except (ValueError, KeyError, TypeError) as error:
         return Judged(level, [f"readable: the record lacks {error}"])
     rule("completed", completed == level.prompts, f"{completed} of {level.prompts} requests completed")
-    rule("no-errors", not errors, f"{len(errors)} requests failed, the first with {errors[0][:120]!r}" if errors else "")
+    rule(
+        "no-errors", not errors, f"{len(errors)} requests failed, the first with {errors[0][:120]!r}" if errors else ""
+    )
     slowest = min(ttfts, default=0)
     rule("ttft", slowest > 0, f"the lowest time to first token is {slowest * 1000:.2f} ms: nothing was streamed")
     ratio = retokenised / generated if generated else 0.0

@@ -134,7 +134,7 @@ class NodeSpec:
 
     @cached_property
     def runtime_digest(self) -> str:
-        """Over what compiled kernels depend on: lock, Python, patch set, compiler flags and the CUDA toolkit's place."""
+        """Over what compiled kernels depend on: lock, Python, patch set, compiler flags, the CUDA toolkit's place."""
         flags = {name: self.ladder.env[name] for name in COMPILER_FLAGS if name in self.ladder.env}
         inputs = [self.lock.sha256, self.data.python, self.patch_set_digest, flags, self.data.cuda_home]
         return digest(inputs)
@@ -178,7 +178,7 @@ class NodeSpec:
             "TRITON_CACHE_DIR": f"{self.cache}/triton",
             "TORCHINDUCTOR_CACHE_DIR": f"{self.cache}/inductor",
             "HF_HUB_OFFLINE": "1",
-            **{**self.ladder.env, **tier.env},
+            **(self.ladder.env | tier.env),
         }
 
     def arguments(self, tier: Tier) -> list[str]:
@@ -284,15 +284,16 @@ def build_spec(host: str, data: Mapping[str, Any], catalogue: Catalogue, sources
     """
     values = read_host_data(data, sources)
 
-    def pick(key: str, name: str, among: Mapping[str, Any], what: str) -> Any:
+    def pick(key: str, name: str, among: Mapping[str, Any], without: str) -> Any:
         if name not in among:
-            problem = f'there is no {what} "{name}"'
+            problem = f'{without} "{name}"'
             raise InputErrors([InputError(sources.place(key), key, problem, hint=nearest(name, among))])
         return among[name]
 
-    stack: Stack = pick("stack", values.stack, catalogue.stacks, "stack")
-    ladder: Ladder = pick("ladder", values.ladder, catalogue.ladders, "ladder")
-    tier: Tier = pick("tier", values.tier, {t.name: t for t in ladder.tiers}, f"tier of ladder {values.ladder}")
+    stack: Stack = pick("stack", values.stack, catalogue.stacks, "there is no stack")
+    ladder: Ladder = pick("ladder", values.ladder, catalogue.ladders, "there is no ladder")
+    tiers = {tier.name: tier for tier in ladder.tiers}
+    tier: Tier = pick("tier", values.tier, tiers, f"ladder {values.ladder} has no tier")
     if ladder.stack != stack.name:
         problem = f'ladder "{values.ladder}" is written for stack "{ladder.stack}", not "{stack.name}"'
         raise InputErrors([InputError(sources.place("ladder"), "ladder", problem)])
@@ -301,9 +302,7 @@ def build_spec(host: str, data: Mapping[str, Any], catalogue: Catalogue, sources
         problem = f'Python "{values.python}" has no lock'
         raise InputErrors([InputError(sources.place("python"), "python", problem, hint=hint)])
     lock = read_lock(lock_path(stack, values.python))
-    return NodeSpec(
-        host, values, stack, ladder, tier, lock, read_lock(TOOLS_LOCK), catalogue.patches_for(stack)
-    )  # fmt: skip
+    return NodeSpec(host, values, stack, ladder, tier, lock, read_lock(TOOLS_LOCK), catalogue.patches_for(stack))
 
 
 def _templates() -> jinja2.Environment:
@@ -311,7 +310,7 @@ def _templates() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(REPOSITORY / "files" / "templates"),
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
-        autoescape=False,  # shell and ini text, not HTML
+        autoescape=False,  # noqa: S701 (shell and ini text, not HTML)
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
     return environment

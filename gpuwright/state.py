@@ -134,4 +134,6 @@ def parse_observation(text: str) -> NodeState:
     except ValidationError as error:
         detail = error.errors()[0]
         where = ".".join(str(part) for part in detail["loc"]) or "the answer"
-        raise GpuwrightError(f"the observation is not usable: {where}: {detail['msg']}; it said: {last[:300]!r}") from None
+        raise GpuwrightError(
+            f"the observation is not usable: {where}: {detail['msg']}; it said: {last[:300]!r}"
+        ) from None

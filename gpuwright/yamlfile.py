@@ -82,15 +82,15 @@ def dotted(loc: Loc) -> str:
 def _walk(path: Path, node: yaml.Node, loc: Loc, lines: dict[Loc, int]) -> None:
     lines.setdefault(loc, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
+        seen: set[str | int] = set()
         for key, value in node.value:
-            name = str(key.value)
-            if name in seen:
+            at: Loc = (*loc, str(key.value))
+            if at[-1] in seen:
                 place = Place(shown(path), key.start_mark.line + 1)
-                raise InputErrors([InputError(place, dotted((*loc, name)), "is written twice in one mapping")])
-            seen.add(name)
-            lines[(*loc, name)] = key.start_mark.line + 1
-            _walk(path, value, (*loc, name), lines)
+                raise InputErrors([InputError(place, dotted(at), "is written twice in one mapping")])
+            seen.add(at[-1])
+            lines[at] = key.start_mark.line + 1
+            _walk(path, value, at, lines)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             _walk(path, value, (*loc, index), lines)
@@ -100,7 +100,7 @@ def _input_error(path: Path, lines: dict[Loc, int], model: type[BaseModel], deta
     loc: Loc = detail["loc"]
     problem, hint = describe(detail)
     if detail["type"] == "extra_forbidden":
-        hint = nearest(str(loc[-1]), _fields_at(model, loc[:-1]))
+        hint = nearest(str(loc[-1]), fields_at(model, loc[:-1]))
     return InputError(Place(shown(path), line_of(lines, loc)), dotted(loc), problem, hint=hint)
 
 
@@ -113,10 +113,21 @@ def describe(detail: Any) -> tuple[str, str]:
         return "there is no such key", ""
     if kind == "missing":
         return "is missing", ""
-    return f"{detail['msg'].removeprefix('Value error, ')}; found {found}", ""
+    text = _WORDS.get(kind, detail["msg"].removeprefix("Value error, ").replace("Input should be", "should be", 1))
+    return f"{text}; found {found}", ""
 
 
-def _fields_at(model: type[BaseModel], loc: Loc) -> list[str]:
+_WORDS = {
+    "int_type": "should be a whole number",
+    "float_type": "should be a number",
+    "string_type": "should be text (in quotes, where it looks like a number)",
+    "bool_type": "should be true or false",
+    "list_type": "should be a list",
+    "dict_type": "should be a mapping",
+}
+
+
+def fields_at(model: type[BaseModel], loc: Loc) -> list[str]:
     """The field names of the model found at `loc` inside `model` (best effort, for a hint only)."""
     current: Any = model
     for part in loc:

@@ -1,6 +1,6 @@
-"""The Blackwell nodes. Put your hosts here; `canary` is deployed first: pyinfra inventory/gpu.py deploy.py --limit canary"""
+"""The Blackwell nodes: put your hosts here. `canary` goes first: pyinfra inventory/gpu.py deploy.py --limit canary"""
 
-from gpuwright.limit import require_match
+from operations.limit import require_match
 
 gpu = ["gpu-01.example", "gpu-02.example"]
 canary = ["gpu-01.example"]

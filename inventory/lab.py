@@ -1,6 +1,6 @@
 """The lab: this very machine, without a GPU."""
 
-from gpuwright.limit import require_match
+from operations.limit import require_match
 
 lab = ["@local"]
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from pyinfra.api import operation
-from pyinfra.api.command import PyinfraCommand
+from pyinfra.api.operation import operation
 
 from gpuwright import node
 from gpuwright.plan import MODEL
 from gpuwright.spec import NodeSpec
-from operations.stage import converge
+from operations.stage import Commands, converge
 
 
 @operation()
-def provide_model(spec: NodeSpec) -> Iterator[PyinfraCommand]:
+def provide_model(spec: NodeSpec) -> Commands:
     """Make the tiny model, or stop the host when its model folder is not whole. Reads the observation."""
-    yield from converge(spec, MODEL, "the model is whole", lambda state, changes: list(node.make_tiny_model(spec)))
+    yield from converge(spec, MODEL, "the model is whole", lambda state, changes: node.make_tiny_model(spec))

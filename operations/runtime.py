@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from pyinfra.api import operation
-from pyinfra.api.command import PyinfraCommand
+from pyinfra.api.operation import operation
 
 from gpuwright import node
 from gpuwright.plan import STUB, SYNC, TOOLS, VENV, VERIFY, damaged_distributions
 from gpuwright.spec import NodeSpec
-from operations.stage import converge
+from operations.stage import Commands, converge
 
 
 @operation()
-def install_tools(spec: NodeSpec) -> Iterator[PyinfraCommand]:
+def install_tools(spec: NodeSpec) -> Commands:
     """Install uv and supervisor from their lock, in a venv of their own. Reads the observation; may run pip."""
-    yield from converge(spec, TOOLS, "uv and supervisor are as locked", lambda state, changes: list(node.install_tools(spec)))
+    yield from converge(spec, TOOLS, "uv and supervisor are as locked", lambda state, changes: node.install_tools(spec))
 
 
 @operation()
-def create_venv(spec: NodeSpec) -> Iterator[PyinfraCommand]:
+def create_venv(spec: NodeSpec) -> Commands:
     """Make the venv, of the declared Python. Reads the observation; may run `uv venv`."""
     yield from converge(
         spec,
         VENV,
         "the venv is there",
-        lambda state, changes: list(
-            node.create_venv(spec, state.interpreter.path if state.interpreter else spec.data.python)
-        ),
+        lambda state, changes: node.create_venv(spec, state.interpreter),
     )
 
 
 @operation()
-def sync_venv(spec: NodeSpec) -> Iterator[PyinfraCommand]:
+def sync_venv(spec: NodeSpec) -> Commands:
     """Sync the venv to the lock, hashes required. Reads the observation; may run `uv pip sync`."""
     yield from converge(
         spec,
         SYNC,
         f"{len(spec.lock.versions)} distributions are as locked",
-        lambda state, changes: list(node.sync_venv(spec, damaged_distributions(spec, state))),
+        lambda state, changes: node.sync_venv(spec, damaged_distributions(spec, state)),
     )
 
 
 @operation()
-def build_cuda_stub(spec: NodeSpec) -> Iterator[PyinfraCommand]:
+def build_cuda_stub(spec: NodeSpec) -> Commands:
     """On a node without a GPU, build the libcuda stand-in. Reads the observation; may run `cc`."""
-    yield from converge(spec, STUB, "nothing to build", lambda state, changes: list(node.build_cuda_stub(spec)))
+    yield from converge(spec, STUB, "nothing to build", lambda state, changes: node.build_cuda_stub(spec))
 
 
 @operation()
-def verify(spec: NodeSpec) -> Iterator[PyinfraCommand]:
+def verify(spec: NodeSpec) -> Commands:
     """Prove in the venv what the stack says must be true. Reads the observation; may run the venv's Python."""
     yield from converge(
-        spec, VERIFY, "verified since the last change", lambda state, changes: list(node.verify_runtime(spec))
+        spec, VERIFY, "verified since the last change", lambda state, changes: node.verify_runtime(spec)
     )

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
 from pyinfra import logger
-from pyinfra.api import operation
-from pyinfra.api.command import FunctionCommand, PyinfraCommand
+from pyinfra.api.command import FunctionCommand
 from pyinfra.api.host import Host
+from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 
 from gpuwright import REPOSITORY, node
 from gpuwright.plan import SMOKE
 from gpuwright.results import dump, make_record, table
 from gpuwright.spec import NodeFile, NodeSpec
-from operations.stage import converge, revision, run
+from operations.stage import Commands, converge, revision, run
 
 RESULTS = REPOSITORY / "results"
 
 
 @operation()
-def benchmark(spec: NodeSpec) -> Iterator[PyinfraCommand]:
+def benchmark(spec: NodeSpec) -> Commands:
     """Benchmark the active tier, once for each spec. Reads the observation; may run files/node/bench.py."""
     yield from converge(
         spec,

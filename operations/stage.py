@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pyinfra import host, logger, state
+from pyinfra import host, logger, state  # type: ignore[attr-defined]
 from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS
 from pyinfra.api.command import FunctionCommand, PyinfraCommand, StringCommand
-from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.connectors.ssh import connector_data_meta
@@ -26,6 +25,7 @@ from gpuwright.plan import Change, plan
 from gpuwright.preflight import shell_failure
 from gpuwright.spec import NodeSpec, build_spec
 from gpuwright.state import NodeState
+from operations.stop_run import StopRun
 
 _specs: dict[str, NodeSpec] = {}
 _observations: dict[str, tuple[bool, NodeState]] = {}
@@ -34,7 +34,7 @@ _observations: dict[str, tuple[bool, NodeState]] = {}
 def desired_state() -> NodeSpec:
     """This host's NodeSpec. The first call reads the catalogue and validates every host of the run.
 
-    Raises PyinfraError naming file, line and key, before a command was sent to any host.
+    Raises StopRun naming file, line and key, before a command was sent to any host.
     """
     if not _specs:
         try:
@@ -48,22 +48,24 @@ def desired_state() -> NodeSpec:
             if errors:
                 raise InputErrors(list({str(error): error for error in errors}.values()))
         except GpuwrightError as error:
-            raise PyinfraError(f"the desired state cannot be built, and no host was touched:\n{error}") from None
+            raise StopRun(f"bad input, and no host was touched:\n{error}") from None
         _specs.update(specs)
     return _specs[host.name]
 
 
 def _own_data(each: Host) -> dict[str, Any]:
     """A host's data without what belongs to pyinfra and its connectors."""
-    return {k: v for k, v in each.data.dict().items() if k not in connector_data_meta and not k.startswith("_")}
+    data: dict[str, Any] = each.data.dict()  # type: ignore[no-untyped-call]
+    return {k: v for k, v in data.items() if k not in connector_data_meta and not k.startswith("_")}
 
 
 def _sources(each: Host) -> Sources:
-    """The files a host's data may come from, in the order in which pyinfra lets them win: inventory, last group first."""
+    """Where a host's data may come from, in the order in which pyinfra lets it win: inventory, last group first."""
     inventory = [Path(argument) for argument in sys.argv[1:] if argument.endswith(".py") and "inventory" in argument]
     groups = [REPOSITORY / "group_data" / f"{name}.py" for name in (*reversed(each.groups), "all")]
     files = [path for path in (*inventory, *groups) if path.is_file()]
-    return Sources(state.inventory.get_override_data() or {}, files)
+    override: Mapping[str, Any] = state.inventory.get_override_data()  # type: ignore[no-untyped-call]
+    return Sources(override or {}, files)
 
 
 def observed(spec: NodeSpec) -> NodeState | None:
@@ -81,10 +83,11 @@ def observed(spec: NodeSpec) -> NodeState | None:
     return kept[1]
 
 
-Build = Callable[[NodeState, list[Change]], list[NodeCommand | PyinfraCommand]]
+Commands = Generator[PyinfraCommand, None, None]
+Build = Callable[[NodeState, list[Change]], Sequence[NodeCommand | PyinfraCommand]]
 
 
-def converge(spec: NodeSpec, step: str, settled: str, build: Build) -> Iterator[PyinfraCommand]:
+def converge(spec: NodeSpec, step: str, settled: str, build: Build) -> Commands:
     """The body of every operation: plan, say what differs, yield the commands that `build` makes of it.
 
     `settled` is the step's state in words, for the case that nothing is to do. A blocked change stops this host.
@@ -126,8 +129,8 @@ def stream(state: State, host: Host, command: NodeCommand) -> bool:
 
 def run(host: Host, command: NodeCommand, *, print_output: bool = False) -> tuple[bool, str]:
     """Run a core command now, with the operation's own sudo and environment: (succeeded, its stdout)."""
-    given = host.current_op_global_arguments or {}
-    arguments: dict[str, Any] = {key: given[key] for key in CONNECTOR_ARGUMENT_KEYS if key in given}
+    given: Mapping[str, Any] = host.current_op_global_arguments or {}
+    arguments = {key: given[key] for key in CONNECTOR_ARGUMENT_KEYS if key in given}
     if command.stdin:
         arguments["_stdin"] = command.stdin
     succeeded, output = host.run_shell_command(StringCommand(command.line), print_output=print_output, **arguments)
@@ -138,7 +141,9 @@ def revision() -> str:
     """This repository's commit, with `+` when the checkout holds uncommitted changes; "unknown" outside git."""
     commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
     try:
-        commit, dirty = (subprocess.run(c, cwd=REPOSITORY, capture_output=True, text=True, check=True) for c in commands)
+        commit, dirty = (
+            subprocess.run(c, cwd=REPOSITORY, capture_output=True, text=True, check=True) for c in commands
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.stdout.strip() + ("+" if dirty.stdout.strip() else "")

@@ -39,8 +39,7 @@ def level(number, wanted):
     """Run bench_serving once; the raw JSONL and its log stay in the run's folder."""
     raw = os.path.join(FOLDER, "c%d.jsonl" % wanted["concurrency"])
     log = os.path.join(FOLDER, "c%d.log" % wanted["concurrency"])
-    say("level %d of %d: concurrency %d, %s" % (
-        number, len(REQUEST["levels"]), wanted["concurrency"], wanted["about"]))
+    say("level %d of %d: concurrency %d, %s" % (number, len(REQUEST["levels"]), wanted["concurrency"], wanted["about"]))
     command = [REQUEST["python"], "-m", "sglang.bench_serving", *wanted["argv"], "--output-file", raw]
     begin, timed_out = time.time(), False
     with open(log, "wb") as handle:
@@ -64,8 +63,13 @@ def level(number, wanted):
         with open(log, encoding="utf-8", errors="replace") as handle:
             say("    bench_serving ended with exit code %d:\n%s" % (running.returncode, handle.read()[-1500:]))
     return {
-        "concurrency": wanted["concurrency"], "argv": command[1:], "exit_code": running.returncode,
-        "timed_out": timed_out, "seconds": round(time.time() - begin, 3), "raw": raw, "lines": lines,
+        "concurrency": wanted["concurrency"],
+        "argv": command[1:],
+        "exit_code": running.returncode,
+        "timed_out": timed_out,
+        "seconds": round(time.time() - begin, 3),
+        "raw": raw,
+        "lines": lines,
     }
 
 
@@ -80,10 +84,15 @@ def main():
     generated_after = generate()
     info = get("/server_info")
     summary = {
-        "started_at": now(), "seconds": round(time.time() - begin, 3), "levels": levels,
-        "generated_before": generated_before, "generated_after": generated_after,
-        "processes_before": before, "processes_after": server_processes(record),
-        "max_total_num_tokens": info.get("max_total_num_tokens"), "server_version": info.get("version"),
+        "started_at": now(),
+        "seconds": round(time.time() - begin, 3),
+        "levels": levels,
+        "generated_before": generated_before,
+        "generated_after": generated_after,
+        "processes_before": before,
+        "processes_after": server_processes(record),
+        "max_total_num_tokens": info.get("max_total_num_tokens"),
+        "server_version": info.get("version"),
         "host": {"name": socket.gethostname(), "cpus": os.cpu_count(), "kernel": os.uname().release},
     }
     write_json(os.path.join(FOLDER, "summary.json"), summary)

@@ -119,7 +119,7 @@ def http_status(port, path, timeout):
 
 
 def process(pid):
-    """{"ppid", "pgid", "started"} of a live process (`started` in clock ticks since boot), or None; zombies are dead."""
+    """{"ppid", "pgid", "started"} of a live process (`started`: clock ticks since boot), or None; zombies are dead."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as handle:
             fields = handle.read().rpartition(b")")[2].split()
@@ -179,7 +179,7 @@ def listeners(port):
 
 
 def port_holder(port):
-    """Who listens on a port: None when free, else {"pid", "command"} (pid None when it may not be seen by this user)."""
+    """Who listens on a port: None when free, else {"pid", "command"} (pid None when another user's)."""
     inodes = listeners(port)
     if not inodes:
         return None

@@ -50,8 +50,10 @@ def distributions(site, patched):
 
     Damaged: no RECORD, no INSTALLER (uv writes it last, so its absence means a killed installation), a recorded file
     that is missing or not of the recorded size, or a second copy of the metadata. `patched` files are not looked at.
+    Where several distributions bring the same file (flashinfer and torch-c-dlpack-ext each bring a build_backend.py)
+    the one installed last wins, and its size is right for all of them.
     """
-    versions, damaged = {}, {}
+    versions, damaged, owners = {}, {}, {}
     for info in sorted(glob.glob(os.path.join(glob.escape(site), "*.dist-info"))):
         name, _, version = os.path.basename(info)[: -len(".dist-info")].rpartition("-")
         name = canonical(name)
@@ -66,18 +68,20 @@ def distributions(site, patched):
             continue
         if not os.path.exists(os.path.join(info, "INSTALLER")):
             damaged[name] = "has no INSTALLER: its installation was cut off"
-            continue
         for row in rows:
-            if len(row) != 3 or row[0] in patched:
+            if len(row) == 3 and row[0] not in patched:
+                owners.setdefault(row[0], {})[name] = int(row[2]) if row[2].isdigit() else None
+    for path, sizes in owners.items():
+        try:
+            size = os.stat(os.path.join(site, path)).st_size
+        except OSError:
+            problem = "lacks %s" % path
+        else:
+            if size in sizes.values() or None in sizes.values():
                 continue
-            try:
-                size = os.stat(os.path.join(site, row[0])).st_size
-            except OSError:
-                damaged[name] = "lacks %s" % row[0]
-                break
-            if row[2] and size != int(row[2]):
-                damaged[name] = "%s has %d bytes, not the recorded %s" % (row[0], size, row[2])
-                break
+            problem = "%s has %d bytes, not the recorded %s" % (path, size, " or ".join(map(str, sizes.values())))
+        for name in sizes:
+            damaged.setdefault(name, problem)
     return versions, damaged
 
 
@@ -104,7 +108,9 @@ def interpreter(wanted, path):
             continue
         code = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
         try:
-            done = subprocess.run([where, "-I", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20)
+            done = subprocess.run(
+                [where, "-I", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20
+            )
         except (OSError, subprocess.TimeoutExpired):
             continue
         version = done.stdout.decode().strip()

@@ -19,7 +19,10 @@ def run(proof):
     )
     lines = done.stdout.decode("utf-8", "replace").strip().splitlines()
     if done.returncode:
-        return "ended with exit code %d:\n%s" % (done.returncode, done.stderr.decode("utf-8", "replace").strip()[-2000:])
+        return "ended with exit code %d:\n%s" % (
+            done.returncode,
+            done.stderr.decode("utf-8", "replace").strip()[-2000:],
+        )
     found = lines[-1] if lines else ""
     if proof["expect"] is not None and found != proof["expect"]:
         return "expected %r, found %r" % (proof["expect"], found)

@@ -14,8 +14,10 @@ SOCKET = os.path.join(ROOT, "run", "supervisor.sock")
 PROGRAM = "sglang-server"
 TROUBLE = re.compile(r"Error|Exception|Traceback|errno|CUDA|OOM|killed|No such file", re.I)
 # SGLang lives on after some fatal errors; these end the wait at once. Its own words, read in 0.5.9's sources.
-FATAL = re.compile(r"\[Errno 98\]|address already in use|Scheduler hit an exception|Received sigquit from a child", re.I)
-NOISE = re.compile(r"Warning|warnings\.warn|^\s*$|GET /health")
+FATAL = re.compile(
+    r"\[Errno 98\]|address already in use|Scheduler hit an exception|Received sigquit from a child", re.I
+)
+TELLING = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:]+[^\]]*\] (?!.*(WARNING|GET /health|Ignore import error))(.+)")
 
 
 def say(message):
@@ -48,8 +50,10 @@ def stop():
     for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
         if not left():
             break
-        say("ending what is left of the server's process group (%s): %s" % (
-            number.name, ", ".join("%d %s" % (pid, command_line(pid)[:60]) for pid in left())))
+        say(
+            "ending what is left of the server's process group (%s): %s"
+            % (number.name, ", ".join("%d %s" % (pid, command_line(pid)[:60]) for pid in left()))
+        )
         for pid in left():
             try:
                 os.kill(pid, number)
@@ -68,8 +72,10 @@ def start():
     """Start the program under supervisord, which is started itself if it does not run."""
     holder = port_holder(REQUEST["port"])
     if holder:
-        fail("port %d is held by pid %s (%s): end it, or set another port" % (
-            REQUEST["port"], holder["pid"], holder["command"]))
+        fail(
+            "port %d is held by pid %s (%s): end it, or set another port"
+            % (REQUEST["port"], holder["pid"], holder["command"])
+        )
     api = supervisor(SOCKET)
     if api is None:
         command = [os.path.join(ROOT, "tools", "bin", "supervisord"), "-c", REQUEST["conf"]]
@@ -100,11 +106,21 @@ def start():
     live = process(info["pid"]) if info["pid"] else None
     if live is None:
         fail("the server ended at once (%s)%s" % (info["spawnerr"] or info["statename"], last_words(offset)))
-    write_json(RECORD, {
-        "pid": info["pid"], "pgid": info["pid"], "started_ticks": live["started"], "boot_id": boot_id(),
-        "started_at": now(), "tier": REQUEST["tier"], "script": REQUEST["script"], "log": REQUEST["log"],
-        "log_offset": offset, "runs_on": REQUEST["runs_on"],
-    })
+    write_json(
+        RECORD,
+        {
+            "pid": info["pid"],
+            "pgid": info["pid"],
+            "started_ticks": live["started"],
+            "boot_id": boot_id(),
+            "started_at": now(),
+            "tier": REQUEST["tier"],
+            "script": REQUEST["script"],
+            "log": REQUEST["log"],
+            "log_offset": offset,
+            "runs_on": REQUEST["runs_on"],
+        },
+    )
     say("started tier %s: pid %d, log %s" % (REQUEST["tier"], info["pid"], REQUEST["log"]))
 
 
@@ -132,11 +148,12 @@ def last_words(offset):
 
 
 def phase(text):
-    """The log's last telling line, shortened."""
+    """The last line of SGLang's own logger that tells how far it is, shortened."""
     for line in reversed(text.splitlines()):
-        if not NOISE.search(line):
-            return re.sub(r"^\[[^\]]*\]\s*", "", line).strip()[:100]
-    return "no output yet"
+        found = TELLING.match(line)
+        if found:
+            return found.group(2)[:100]
+    return "starting"
 
 
 def wait():
@@ -157,8 +174,10 @@ def wait():
         if not info or info["statename"] not in ("RUNNING", "STARTING") or info["pid"] != record["pid"]:
             words = last_words(offset)
             stop()
-            fail("the server ended %d s after its start (%s)%s" % (
-                elapsed, info["statename"] if info else "supervisord is gone", words))
+            fail(
+                "the server ended %d s after its start (%s)%s"
+                % (elapsed, info["statename"] if info else "supervisord is gone", words)
+            )
         if FATAL.search(text):
             time.sleep(1)  # let it finish its traceback
             words = last_words(offset)
@@ -181,10 +200,14 @@ def wait():
     unwanted = [line for line in text.splitlines() if any(re.search(pattern, line) for pattern in REQUEST["never"])]
     if missing or unwanted:
         stop()
-        fail("tier %s came up but did not take effect:%s%s" % (
-            REQUEST["tier"],
-            "".join("\n    never logged: %s" % pattern for pattern in missing),
-            "".join("\n    logged: %s" % line[:300] for line in unwanted[:3])))
+        fail(
+            "tier %s came up but did not take effect:%s%s"
+            % (
+                REQUEST["tier"],
+                "".join("\n    never logged: %s" % pattern for pattern in missing),
+                "".join("\n    logged: %s" % line[:300] for line in unwanted[:3]),
+            )
+        )
     record["ready_at"] = now()
     write_json(RECORD, record)
     say("ready after %d s: pid %d answers on port %d" % (time.time() - begin, record["pid"], REQUEST["port"]))

@@ -82,23 +82,53 @@ def files(hidden, layers, heads, positions, std, seed):
     vocab = printable_vocabulary()
     end = len(vocab) - 1
     config = {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
-        "n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions, "n_ctx": positions,
-        "vocab_size": len(vocab), "bos_token_id": end, "eos_token_id": end, "initializer_range": std,
-        "layer_norm_epsilon": 1e-5, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-        "tie_word_embeddings": True, "dtype": "bfloat16",
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_positions": positions,
+        "n_ctx": positions,
+        "vocab_size": len(vocab),
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "initializer_range": std,
+        "layer_norm_epsilon": 1e-5,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
     }
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-        "added_tokens": [{"id": end, "content": vocab[end], "special": True, "single_word": False, "lstrip": False,
-                          "rstrip": False, "normalized": False}],
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "normalizer": None,
+        "post_processor": None,
+        "added_tokens": [
+            {
+                "id": end,
+                "content": vocab[end],
+                "special": True,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+            }
+        ],
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False},
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(vocab)}, "unk_token": "?"},
     }
     tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": positions, "eos_token": vocab[end],
-        "bos_token": vocab[end], "unk_token": "?", "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": positions,
+        "eos_token": vocab[end],
+        "bos_token": vocab[end],
+        "unk_token": "?",
+        "clean_up_tokenization_spaces": False,
     }
 
     def text(value):
