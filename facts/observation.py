@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pyinfra.api.facts import FactBase
 from pyinfra.api.exceptions import FactProcessError
+from pyinfra.api.facts import FactBase
 
 from gpuwright.errors import GpuwrightError
 from gpuwright.state import NodeState, parse_observation

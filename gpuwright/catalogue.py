@@ -241,7 +241,15 @@ def _tier_errors(
     return errors
 
 
-RESERVED_ARGS = {"model-path": "model", "model": "model", "host": "bind", "port": "port", "tp-size": "tp", "tp": "tp"}
+# What gpuwright renders itself, by the key that sets it.
+RESERVED_ARGS = {
+    "model-path": "model",
+    "model": "model",
+    "host": "bind",
+    "port": "port",
+    "tp-size": "tp",
+    "tensor-parallel-size": "tp",
+}
 
 
 def _arg_errors(

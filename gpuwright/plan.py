@@ -79,7 +79,7 @@ def plan(spec: NodeSpec, state: NodeState) -> Plan:
 
 
 def _has(changes: list[Change], *steps: str) -> bool:
-    return any(change.step in steps for change in changes)
+    return any(change.step in steps and not change.blocked for change in changes)
 
 
 def _preflight(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:

@@ -39,7 +39,7 @@ def write_atomic(path, data, mode=0o644):
     A hard link is never written through: the new file is a new inode.
     """
     path = os.path.realpath(path)
-    beside = "%s.gpuwright-%d" % (path, os.getpid())
+    beside = path + ".gpuwright-new"  # one name, so that what a killed run left is overwritten by the next
     old = os.stat(path) if os.path.exists(path) else None
     try:
         with open(beside, "wb") as handle:
@@ -52,7 +52,7 @@ def write_atomic(path, data, mode=0o644):
         if sha256_of(beside) != hashlib.sha256(data).hexdigest():
             raise OSError("what was written to %s does not read back the same: is the disk full or failing?" % beside)
         os.replace(beside, path)
-    except BaseException:
+    except OSError:
         if os.path.exists(beside):
             os.unlink(beside)
         raise

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# run_tp8_fp4_cudnn.sh: FP4 GEMM by cuDNN instead of CUTLASS; must give no NaN at concurrency 256
+# tier fp4-cudnn of ladder glm5-nvfp4, stack sglang-0.5.9-cu128
+# runtime ee5b38636640ee54, patch set 44fbee48fdf48ea7
+# Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers.yaml instead.
+set -euo pipefail
+# A connection is a file: 1024 concurrent requests need more than the usual soft limit.
+ulimit -n "$(ulimit -Hn)" || true
+
+export PATH=/opt/gpuwright/venv/bin:/usr/local/cuda-12.8/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+export CUDA_HOME=/usr/local/cuda-12.8
+export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/ee5b38636640ee54/flashinfer
+export TRITON_CACHE_DIR=/opt/gpuwright/cache/ee5b38636640ee54/triton
+export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/ee5b38636640ee54/inductor
+export HF_HUB_OFFLINE=1
+export SGLANG_ENABLE_JIT_DEEPGEMM=0
+export OMP_NUM_THREADS=8
+export SAFETENSORS_FAST_GPU=1
+export FLASHINFER_EXTRA_CUDAFLAGS=-DCUTLASS_ENABLE_GDC_FOR_SM100=1
+export NCCL_IB_DISABLE=1
+export NCCL_P2P_LEVEL=SYS
+export NCCL_MIN_NCHANNELS=8
+export NCCL_ALLOC_P2P_NET_LL_BUFFERS=1
+
+exec /opt/gpuwright/venv/bin/python -m sglang.launch_server \
+  --model-path /models/GLM-5-NVFP4 \
+  --host 127.0.0.1 \
+  --port 30000 \
+  --tp-size 8 \
+  --trust-remote-code \
+  --quantization modelopt_fp4 \
+  --attention-backend flashinfer \
+  --moe-runner-backend flashinfer_cutlass \
+  --kv-cache-dtype bf16 \
+  --disable-custom-all-reduce \
+  --mem-fraction-static 0.85 \
+  --chunked-prefill-size 8192 \
+  --cuda-graph-max-bs 256 \
+  --reasoning-parser glm45 \
+  --tool-call-parser glm47 \
+  --watchdog-timeout 1800 \
+  --enable-metrics \
+  --fp4-gemm-backend flashinfer_cudnn

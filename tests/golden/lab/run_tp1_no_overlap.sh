@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# run_tp1_no_overlap.sh: the scheduler no longer overlaps with the model
+# tier no-overlap of ladder lab-cpu, stack sglang-0.5.9-cu128
+# runtime b6dd5b607865913f, patch set 44fbee48fdf48ea7
+# Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers.yaml instead.
+set -euo pipefail
+# A connection is a file: 1024 concurrent requests need more than the usual soft limit.
+ulimit -n "$(ulimit -Hn)" || true
+
+export PATH=/opt/gpuwright/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+export LD_LIBRARY_PATH=/opt/gpuwright/lib
+export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/b6dd5b607865913f/flashinfer
+export TRITON_CACHE_DIR=/opt/gpuwright/cache/b6dd5b607865913f/triton
+export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/b6dd5b607865913f/inductor
+export HF_HUB_OFFLINE=1
+export OMP_NUM_THREADS=2
+
+exec /opt/gpuwright/venv/bin/python -m sglang.launch_server \
+  --model-path /opt/gpuwright/model \
+  --host 127.0.0.1 \
+  --port 31000 \
+  --tp-size 1 \
+  --device cpu \
+  --attention-backend torch_native \
+  --disable-cuda-graph \
+  --max-total-tokens 20000 \
+  --chunked-prefill-size 2048 \
+  --random-seed 1 \
+  --disable-overlap-schedule

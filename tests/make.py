@@ -1,0 +1,132 @@
+"""Specs and states for tests: a lab node, a GPU node, and the state in which nothing is left to do."""
+
+from __future__ import annotations
+
+import runpy
+from functools import cache
+from typing import Any
+
+from gpuwright import REPOSITORY
+from gpuwright.catalogue import Catalogue, load_catalogue
+from gpuwright.hostdata import Sources
+from gpuwright.plan import runs_on
+from gpuwright.spec import NodeSpec, build_spec
+from gpuwright.state import (
+    NodeState,
+    SeenFile,
+    SeenFolder,
+    SeenInterpreter,
+    SeenModel,
+    SeenModelFile,
+    SeenResult,
+    SeenServer,
+    SeenTools,
+    SeenVenv,
+)
+
+ROOT = "/opt/gpuwright"
+GIB = 1024**3
+
+
+@cache
+def catalogue() -> Catalogue:
+    return load_catalogue()
+
+
+def group_data(*names: str) -> dict[str, Any]:
+    """The merged data of groups, as pyinfra would merge it."""
+    merged: dict[str, Any] = {}
+    for name in names:
+        values = runpy.run_path(str(REPOSITORY / "group_data" / f"{name}.py"))
+        imported = {"os", "sys", "Path"}
+        merged |= {k: v for k, v in values.items() if not k.startswith("_") and k not in imported}
+    return merged
+
+
+def lab_spec(**data: Any) -> NodeSpec:
+    fixed = {"root": ROOT, "python": "3.12", "interpreter": None}
+    return build_spec("@local", group_data("all", "lab") | fixed | data, catalogue(), Sources((), []))
+
+
+def gpu_spec(**data: Any) -> NodeSpec:
+    return build_spec("gpu-01", group_data("all", "gpu") | data, catalogue(), Sources((), []))
+
+
+def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
+    """A fresh host that has what the stack needs and nothing of ours."""
+    fields: dict[str, Any] = {
+        "version": 1,
+        "python": "3.12.3",
+        "uid": 0,
+        "machine": "x86_64",
+        "memory_bytes": 512 * GIB,
+        "disk_free_bytes": 500 * GIB,
+        "root_writable": True,
+        "ensurepip": True,
+        "commands": {name: f"/usr/bin/{name}" for name in ("bash", "cc", "flock", "sh")},
+        "interpreter": SeenInterpreter(path="/usr/bin/python3.12", version="3.12.3"),
+        "folders": dict.fromkeys(spec.paths.folders),
+        "files": {},
+        "launch_scripts": [],
+        "tools": None,
+        "venv": None,
+        "stamps": {"runtime": None, "patches": None},
+        "model": None,
+        "port": None,
+        "server": SeenServer(supervised=False, status=None, pid=None, record=None, processes=[], health=None),
+        "caches": [],
+        "state": None,
+        "results": [],
+        "patched": {},
+    }
+    return NodeState(**(fields | changed))
+
+
+def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
+    """The state in which a deploy has nothing to do."""
+    files = [*spec.scripts, spec.supervisor_conf, *([spec.cuda_stub_source] if spec.cuda_stub_source else [])]
+    seen = {file.path: SeenFile(sha256=file.sha256, size=len(file.text), mode=file.mode) for file in files}
+    seen[spec.paths.lock_copy] = SeenFile(sha256=spec.lock.sha256, size=1, mode=0o644)
+    seen[spec.paths.cuda_stub] = SeenFile(sha256="0" * 64, size=1, mode=0o755)
+    final = {patch.file: SeenFile(sha256=patch.post_sha256, size=1, mode=0o644) for patch in spec.patches}
+    if spec.tiny_model:
+        names = {"model.safetensors": "a" * 64}
+        model = SeenModel(
+            files={name: SeenModelFile(size=1, sha256=sha256) for name, sha256 in names.items()},
+            shards=None,
+            model_type="gpt2",
+            manifest={"model": spec.tiny_model, "files": names},
+        )
+    else:
+        shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+        model = SeenModel(
+            files={name: SeenModelFile(size=5, sha256=None) for name in shards},
+            shards=shards,
+            model_type="glm_moe_dsa",
+            manifest=None,
+        )
+    state = empty_state(
+        spec,
+        folders={path: SeenFolder(mode=mode, uid=0) for path, mode in spec.paths.folders.items()},
+        files=seen,
+        launch_scripts=[spec.script_name(tier) for tier in spec.ladder.tiers],
+        tools=SeenTools(distributions=dict(spec.tools_lock.versions), damaged={}),
+        venv=SeenVenv(
+            python=f"{spec.data.python}.3",
+            site=f"{spec.paths.venv}/lib/python{spec.data.python}/site-packages",
+            distributions=dict(spec.lock.versions),
+            damaged={},
+        ),
+        stamps={
+            "runtime": {"value": spec.runtime_stamp, "at": "then"},
+            "patches": {"value": spec.patches_stamp, "at": "then"},
+        },
+        model=model,
+        caches=[spec.runtime_digest[:16]],
+        state={"spec_digest": spec.spec_digest},
+        results=[SeenResult(file="r.json", spec_digest=spec.spec_digest, verdict="accepted")],
+        patched=final,
+    )
+    record = {"pid": 100, "pgid": 100, "runs_on": runs_on(spec, state), "ready_at": "then"}
+    server = SeenServer(supervised=True, status="RUNNING", pid=100, record=record, processes=[100, 101], health=200)
+    return state.model_copy(update={"server": server} | changed)

@@ -1,0 +1,265 @@
+"""Every operation: the exact commands where something is to do, and none where nothing is."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import re
+from typing import Any
+
+import pytest
+from pyinfra.api.command import FunctionCommand
+
+from gpuwright import REPOSITORY, node
+from gpuwright import plan as p
+from gpuwright.node import NodeCommand
+from gpuwright.plan import runs_on
+from gpuwright.spec import NodeFile
+from gpuwright.state import SeenFile, SeenPort
+from operations import launchers, model, patches, preflight, runtime, service, smoke, system
+from tests.make import ROOT, empty_state, gpu_spec, lab_spec, settled_state
+from tests.operations.conftest import Collect
+
+LAB = lab_spec()
+EMPTY = empty_state(LAB)
+SETTLED = settled_state(LAB)
+LOCK = f"flock --close --wait 900 --conflict-exit-code 75 {ROOT}/.lock "
+CONFLICT = (
+    f"; rc=$?; if [ $rc -eq 75 ]; then echo 'another deploy has held {ROOT}/.lock for 900 s: wait for it, or see "
+    "`fuser -v` on it'; fi; exit $rc"
+)
+UV = f"env UV_PYTHON_DOWNLOADS=never UV_NO_PROGRESS=1 {ROOT}/tools/bin/uv"
+
+OPERATIONS = {
+    p.PREFLIGHT: preflight.check_node,
+    p.FOLDERS: system.create_folders,
+    p.TOOLS: runtime.install_tools,
+    p.VENV: runtime.create_venv,
+    p.SYNC: runtime.sync_venv,
+    p.STUB: runtime.build_cuda_stub,
+    p.VERIFY: runtime.verify,
+    p.APPLY: patches.apply_series,
+    p.PROBE: patches.probe,
+    p.MODEL: model.provide_model,
+    p.LAUNCHERS: launchers.write_scripts,
+    p.CONFIGURE: service.configure,
+    p.SERVER: service.run_tier,
+    p.PRUNE: service.prune_caches,
+    p.RECORD: service.record,
+    p.SMOKE: smoke.benchmark,
+}
+
+
+def test_deploy_runs_every_step_of_the_plan_in_order_under_its_own_name() -> None:
+    tree = ast.parse((REPOSITORY / "deploy.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    calls.sort(key=lambda call: call.lineno)
+    named = [
+        (keyword.value.value, call.func.attr, call.func.value.id)  # type: ignore[attr-defined]
+        for call in calls
+        for keyword in call.keywords
+        if keyword.arg == "name"
+    ]
+    assert [name for name, _, _ in named] == list(OPERATIONS)
+    for name, function, module in named:
+        assert OPERATIONS[name].__name__ == function  # type: ignore[attr-defined]
+        assert name.split(" | ")[0] == module
+
+
+@pytest.mark.parametrize("step", OPERATIONS)
+def test_nothing_to_do(step: str, collect: Collect, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="pyinfra")
+    assert collect(OPERATIONS[step], LAB, SETTLED) == []
+    assert re.search(r"noop: \w+", caplog.text), "a settled step says so in words"
+
+
+def request_of(command: object, name: str) -> dict[str, Any]:
+    """The request of a node script, after checking that it is that script, run as node scripts are."""
+    assert isinstance(command, NodeCommand)
+    found = re.match(r'import json\nREQUEST = json\.loads\((".*")\)\n\n', command.stdin)
+    assert found and command.stdin == node.script(name, json.loads(json.loads(found.group(1))))
+    assert command.line in (
+        LOCK + node.PYTHON + CONFLICT,
+        LOCK + node.PYTHON + " 2>&1" + CONFLICT,
+    )
+    request: dict[str, Any] = json.loads(json.loads(found.group(1)))
+    return request
+
+
+def test_create_folders(collect: Collect) -> None:
+    names = ["", "/launch", "/patches", "/patches/originals", "/cache", "/logs", "/results", "/lib"]
+    lines = [f"install -d -m 0755 {ROOT}{name}" for name in names] + [f"install -d -m 0700 {ROOT}/run"]
+    assert collect(system.create_folders, LAB, EMPTY) == [NodeCommand(" && ".join(lines))]
+
+
+def test_install_tools(collect: Collect) -> None:
+    write, install = collect(runtime.install_tools, LAB, EMPTY)
+    lock = {"path": f"{ROOT}/run/tools.lock.txt", "text": LAB.tools_lock.text, "mode": 0o644}
+    assert request_of(write, "write_files") == {"files": [lock], "remove": []}
+    pip = (
+        f"{ROOT}/tools/bin/python -m pip install --quiet --disable-pip-version-check --no-input --require-hashes "
+        f"-r {ROOT}/run/tools.lock.txt 2>&1"
+    )
+    line = f"{LOCK}sh -c 'python3 -m venv --clear {ROOT}/tools && {pip}'{CONFLICT}"
+    assert install == NodeCommand(line, streamed=True)
+
+
+def test_create_venv(collect: Collect) -> None:
+    line = f"{LOCK}{UV} venv --clear --python /usr/bin/python3.12 {ROOT}/venv 2>&1{CONFLICT}"
+    assert collect(runtime.create_venv, LAB, EMPTY) == [NodeCommand(line, streamed=True)]
+
+
+def test_create_venv_of_a_python_that_uv_downloads(collect: Collect) -> None:
+    spec = lab_spec(python_download=True)
+    (command,) = collect(runtime.create_venv, spec, empty_state(spec, interpreter=None))
+    assert isinstance(command, NodeCommand)
+    assert "UV_PYTHON_DOWNLOADS=automatic" in command.line and "--python 3.12 " in command.line
+
+
+def test_sync_venv_reinstalls_what_is_damaged(collect: Collect) -> None:
+    assert SETTLED.venv is not None
+    damaged = SETTLED.venv.model_copy(update={"damaged": {"torch": "lacks x", "einops": "lacks y"}})
+    write, sync = collect(runtime.sync_venv, LAB, SETTLED.model_copy(update={"venv": damaged}))
+    lock = {"path": f"{ROOT}/run/runtime.lock.txt", "text": LAB.lock.text, "mode": 0o644}
+    assert request_of(write, "write_files") == {"files": [lock], "remove": [f"{ROOT}/run/runtime.json"]}
+    uv = (
+        f"{UV} pip sync --python {ROOT}/venv/bin/python --require-hashes --only-binary :all: "
+        f"--reinstall-package einops --reinstall-package torch {ROOT}/run/runtime.lock.txt 2>&1"
+    )
+    pipeline = f"{uv} | {{ grep -v '\"'\"'^ [+-] '\"'\"' || true; }}"
+    assert sync == NodeCommand(f"{LOCK}bash -o pipefail -c '{pipeline}'{CONFLICT}", streamed=True)
+
+
+def test_build_cuda_stub(collect: Collect) -> None:
+    build, write = collect(runtime.build_cuda_stub, LAB, EMPTY)
+    lib = f"{ROOT}/lib/libcuda.so.1"
+    line = f"cc -shared -fPIC -Wl,-soname,libcuda.so.1 -o {lib}.new -x c - && mv {lib}.new {lib}"
+    assert isinstance(build, NodeCommand)
+    assert build.line == f"{LOCK}sh -c '{line}'{CONFLICT}" and "cuMemUnmap" in build.stdin
+    assert request_of(write, "write_files")["files"][0]["path"] == f"{ROOT}/lib/libcuda_stub.c"
+
+
+def test_verify(collect: Collect) -> None:
+    (command,) = collect(runtime.verify, LAB, EMPTY)
+    request = request_of(command, "prove")
+    assert request["stamp"] == f"{ROOT}/run/runtime.json" and request["value"] == LAB.runtime_stamp
+    assert {proof["id"]: proof["expect"] for proof in request["proofs"]} == {
+        "torch-cuda": "12.8",
+        "glm-5-config": "True",
+    }
+    assert request["env"] == {"LD_LIBRARY_PATH": f"{ROOT}/lib"}
+
+
+def test_apply_series(collect: Collect) -> None:
+    patch = LAB.patches[0]
+    pristine = SETTLED.model_copy(
+        update={"patched": {patch.file: SeenFile(sha256=patch.pre_sha256, size=1, mode=0o644)}}
+    )
+    (command,) = collect(patches.apply_series, LAB, pristine)
+    request = request_of(command, "patch_files")
+    assert request["site"] == f"{ROOT}/venv/lib/python3.12/site-packages"
+    assert request["originals"] == f"{ROOT}/patches/originals" and request["stamp"] == f"{ROOT}/run/patches.json"
+    (file,) = request["files"]
+    (step,) = file["steps"]
+    assert (file["path"], step["pre"], step["post"]) == (patch.file, patch.pre_sha256, patch.post_sha256)
+
+
+def test_probe(collect: Collect) -> None:
+    (command,) = collect(patches.probe, LAB, EMPTY)
+    request = request_of(command, "prove")
+    assert request["stamp"] == f"{ROOT}/run/patches.json" and request["value"] == LAB.patches_stamp
+    assert [proof["id"] for proof in request["proofs"]] == [LAB.patches[0].id]
+
+
+def test_provide_the_tiny_model(collect: Collect) -> None:
+    (command,) = collect(model.provide_model, LAB, EMPTY)
+    request = request_of(command, "tiny_model")
+    assert request == {"path": f"{ROOT}/model", "model": LAB.tiny_model}
+
+
+def test_write_scripts_writes_what_differs_and_removes_what_no_tier_has(collect: Collect) -> None:
+    first = LAB.scripts[0]
+    seen = SETTLED.files | {first.path: SeenFile(sha256="0" * 64, size=1, mode=0o755)}
+    state = SETTLED.model_copy(update={"files": seen, "launch_scripts": [*SETTLED.launch_scripts, "run_tp1_old.sh"]})
+    (command,) = collect(launchers.write_scripts, LAB, state)
+    rows = [{"path": first.path, "text": first.text, "mode": 0o755}]
+    assert request_of(command, "write_files") == {"files": rows, "remove": [f"{ROOT}/launch/run_tp1_old.sh"]}
+
+
+def test_configure(collect: Collect) -> None:
+    (command,) = collect(service.configure, LAB, EMPTY)
+    conf = LAB.supervisor_conf
+    rows = [{"path": conf.path, "text": conf.text, "mode": 0o600}]
+    assert request_of(command, "write_files") == {"files": rows, "remove": []}
+
+
+def test_run_tier(collect: Collect) -> None:
+    (command,) = collect(service.run_tier, LAB, EMPTY)
+    request = request_of(command, "server")
+    assert request["actions"] == ["stop", "start", "wait"] and request["runs_on"] == runs_on(LAB, EMPTY)
+    assert request["log"] == f"{ROOT}/logs/sglang-server-baseline.log"
+    assert request["seen"] == ["Using KV cache dtype: torch.bfloat16"] and request["deadline_s"] == 300
+
+
+def test_prune_caches(collect: Collect) -> None:
+    state = SETTLED.model_copy(update={"caches": [*SETTLED.caches, "old", "a b"]})
+    line = f"{LOCK}rm -rf -- {ROOT}/cache/old '{ROOT}/cache/a b'{CONFLICT}"
+    assert collect(service.prune_caches, LAB, state) == [NodeCommand(line)]
+
+
+def test_record(collect: Collect) -> None:
+    (command,) = collect(service.record, LAB, EMPTY)
+    (row,) = request_of(command, "write_files")["files"]
+    state = json.loads(row["text"])
+    assert row["path"] == f"{ROOT}/state.json" and state["spec_digest"] == LAB.spec_digest
+    assert re.fullmatch(r"[0-9a-f]{40}\+?|unknown", state["revision"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", state["at"])
+
+
+def test_benchmark(collect: Collect) -> None:
+    (command,) = collect(smoke.benchmark, LAB, EMPTY)
+    assert isinstance(command, FunctionCommand) and command.function is smoke.measure
+    request = request_of(node.benchmark(LAB, "run-1"), "bench")
+    assert [level["concurrency"] for level in request["levels"]] == [1, 4, 10]
+
+
+@pytest.mark.parametrize(
+    ("operation", "spec", "state", "text"),
+    [
+        (preflight.check_node, LAB, empty_state(LAB, port=SeenPort(pid=9, command="nginx")), "held by pid 9 (nginx)"),
+        (
+            model.provide_model,
+            gpu_spec(),
+            empty_state(gpu_spec()),
+            "the model folder /models/GLM-5-NVFP4 does not exist",
+        ),
+        (
+            patches.apply_series,
+            LAB,
+            SETTLED.model_copy(
+                update={"patched": {LAB.patches[0].file: SeenFile(sha256="c" * 64, size=1, mode=0o644)}}
+            ),
+            "is foreign and was left as it is",
+        ),
+    ],
+)
+def test_what_cannot_be_mended_stops_the_host_with_one_failing_command(
+    operation: object, spec: Any, state: Any, text: str, collect: Collect, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="pyinfra")
+    (command,) = collect(operation, spec, state)
+    assert isinstance(command, NodeCommand) and command.line.endswith("exit 1")
+    assert text in caplog.text
+
+
+def test_the_stop_deploy_ends_server_and_supervisor(collect: Collect) -> None:
+    (command,) = collect(service.stop, LAB, SETTLED)
+    assert request_of(command, "server")["actions"] == ["stop", "shut_down"]
+
+
+def test_a_quiet_command_has_no_stdin_argument() -> None:
+    from operations.stage import to_pyinfra
+
+    assert to_pyinfra(NodeCommand("true")).connector_arguments == {}
+    assert node.write_files(LAB, [NodeFile("/x", "y")]).stdin

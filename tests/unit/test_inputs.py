@@ -1,0 +1,158 @@
+"""Bad input: each names file, line and key, and what to do, before any host is asked anything."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuwright.catalogue import CATALOG, PATCHES, load_catalogue
+from gpuwright.errors import InputErrors, nearest
+from gpuwright.hostdata import Sources, read_host_data
+from gpuwright.spec import build_spec
+from tests.make import catalogue, group_data, lab_spec
+
+
+def edited(tmp_path: Path, file: str, old: str, new: str) -> str:
+    """What loading the catalogue says once `old` is replaced by `new` in a copy of `file`."""
+    catalog, patches = tmp_path / "catalog", tmp_path / "patches"
+    shutil.copytree(CATALOG, catalog)
+    shutil.copytree(PATCHES, patches)
+    path = tmp_path / file
+    text = path.read_text()
+    assert text.count(old) >= 1, f"{old!r} is not in {file}"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(InputErrors) as caught:
+        load_catalogue(catalog, patches)
+    return str(caught.value)
+
+
+TIERS, SERIES, STACK = "catalog/tiers.yaml", "patches/series.yaml", "catalog/stacks/sglang-0.5.9-cu128.yaml"
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "expected"),
+    [
+        (TIERS, "ep-size: 8}", "ep-size: eight}", "args.ep-size: expects a whole number; found 'eight'"),
+        (TIERS, "ep-size: 8}", "ep-size: true}", "args.ep-size: expects a whole number; found True"),
+        (TIERS, "mem-fraction-static: 0.85", "mem-fraction-static: high", "expects a number; found 'high'"),
+        (TIERS, "quantization: modelopt_fp4", "quantization: 4", "args.quantization: expects text; found 4"),
+        (TIERS, "enable-metrics: true", "enable-metrics: 1", "is a switch: write `enable-metrics: true`"),
+        (TIERS, "enable-metrics: true", "enable-metrics: false", "or leave it out; found False"),
+        (TIERS, "enable-metrics", "enable-metrix", 'no such flag\n    did you mean "enable-metrics"?'),
+        (TIERS, "modelopt_fp4", "modelopt_fp5", "'modelopt_fp5' is not a choice"),
+        (TIERS, "ep-size: 8}", "ep-size: [8]}", "expects one value (a whole number); found [8]"),
+        (TIERS, "ep-size: 8}", "port: 8}", "is rendered by gpuwright itself\n    set `port` in group_data instead"),
+        (TIERS, "ep-size: 8}", "tp-size: 8}", "set `tp` in the ladder instead"),
+        (TIERS, "rank:", "rnak:", 'rnak: there is no such key\n    did you mean "rank"?'),
+        (TIERS, "name: fp4-cudnn", "name: baseline", '"baseline" is used twice in this ladder'),
+        (TIERS, "stack: sglang-0.5.9-cu128", "stack: sglang-0.5.8", 'there is no stack "sglang-0.5.8"'),
+        (TIERS, "[flashinfer-cuda-version-from-torch]", "[flashinfer]", 'no patch "flashinfer" in the series'),
+        (TIERS, "SAFETENSORS_FAST_GPU: \"1\"", "SAFETENSORS_FAST_GPU: 1", "should be text (in quotes"),
+        (TIERS, "    tp: 8", "    tp: 8\n    tp: 4", "tp: is written twice in one mapping"),
+        (TIERS, "    tp: 8", "    tp: [8", "YAML: "),
+        (TIERS, '["Capture piecewise CUDA graph end"]', '["("]', "is not a regular expression"),
+        (STACK, "name: sglang-0.5.9-cu128", "name: other", 'is "other", but the file is named sglang-0.5.9-cu128.yaml'),
+        (STACK, "- sglang==0.5.9", "- sglang==", "is not a requirement"),
+        (STACK, "    why: sglang", "    reason: sglang", "overrides[0].why: is missing"),
+        (SERIES, "pre_sha256: 1", "pre_sha256: X", "patches[0].pre_sha256: "),
+        (SERIES, "versions: ==0.6.3", "versions: 0.6.3", "is not a version specifier, such as ==0.6.3"),
+        (SERIES, "diff: flash", "diff: trash", "trashinfer-cuda-version-from-torch.diff is not in"),
+        (SERIES, "forwarded: false", "forwarded: no thanks", "forwarded: should be true or false"),
+    ],
+)  # fmt: skip
+def test_a_bad_catalogue_names_file_line_and_key(tmp_path: Path, file: str, old: str, new: str, expected: str) -> None:
+    line = next(
+        i for i, text in enumerate((PATCHES.parent.parent / relative(file)).read_text().splitlines(), 1) if old in text
+    )
+    message = edited(tmp_path, file, old, new)
+    assert expected in message
+    assert f"{tmp_path / file}:" in message
+    numbers = [
+        int(row.removeprefix(f"{tmp_path / file}:").split(":")[0]) for row in message.splitlines() if row[0] != " "
+    ]
+    assert any(abs(number - line) <= 2 for number in numbers), (numbers, line)
+
+
+def relative(file: str) -> str:
+    return file.replace("patches/", "files/patches/") if file.startswith("patches/") else file
+
+
+def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
+    message = edited(
+        tmp_path, TIERS, "trust-remote-code: true\n      quantization: modelopt_fp4", "quantization: x\n      trust: 1"
+    )
+    assert "quantization: 'x' is not a choice" in message and "trust: the pinned engine has no such flag" in message
+
+
+def test_an_empty_and_a_missing_file(tmp_path: Path) -> None:
+    shutil.copytree(CATALOG, tmp_path / "catalog")
+    (tmp_path / "catalog" / "tiers.yaml").write_text("")
+    with pytest.raises(InputErrors, match=r"tiers\.yaml: file: is empty"):
+        load_catalogue(tmp_path / "catalog", PATCHES)
+    (tmp_path / "catalog" / "tiers.yaml").unlink()
+    with pytest.raises(InputErrors, match=r"tiers\.yaml: file: cannot be read: No such file"):
+        load_catalogue(tmp_path / "catalog", PATCHES)
+
+
+GROUP = '''"""A group."""
+
+port = 31000
+model = {
+    "kind": "tiny",
+    "layers": 2,
+}
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("port = 31000", 'port = "thirty"', "group.py:3: port: should be a whole number; found 'thirty'"),
+        ("port = 31000", "port = 70000", "group.py:3: port: should be less than or equal to 65535; found 70000"),
+        ("port = 31000", "prot = 31000", 'group.py:3: prot: there is no such key\n    did you mean "port"?'),
+        ('"layers": 2', '"layers": "two"', "group.py:6: model.layers: should be a whole number; found 'two'"),
+        ('"layers": 2', '"layer": 2', 'group.py:6: model.layer: there is no such key\n    did you mean "layers"?'),
+        ('"kind": "tiny"', '"kind": "huge"', "group.py:4: model: "),
+        ("port = 31000", "root = 'here'", "group.py:3: root: is not an absolute path; found 'here'"),
+        ("port = 31000", "root = '/a;b'", "which supervisor's file cannot carry"),
+        ("port = 31000", "stages = ['runtim']", "group.py:3: stages[0]: should be 'preflight', 'system'"),
+        ("port = 31000", "tier = 'basline'", 'ladder lab-cpu has no tier "basline"\n    did you mean "baseline"?'),
+        ("port = 31000", "stack = 'sglang'", 'group.py:3: stack: there is no stack "sglang"'),
+        ("port = 31000", "ladder = 'lab'", 'group.py:3: ladder: there is no ladder "lab"\n    did you mean "lab-cpu"?'),
+        ("port = 31000", "python = '3.9'", 'group.py:3: python: Python "3.9" has no lock'),
+    ],
+)  # fmt: skip
+def test_bad_group_data_names_file_line_and_key(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    path = tmp_path / "group.py"
+    text = GROUP.replace(old, new)
+    path.write_text(text)
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)
+    values = {k: v for k, v in namespace.items() if not k.startswith("__")}
+    data = group_data("all", "lab") | {"python": "3.12", "interpreter": None} | values
+    with pytest.raises(InputErrors) as caught:
+        build_spec("@local", data, catalogue(), Sources((), [path]))
+    assert expected in str(caught.value)
+
+
+def test_data_given_on_the_command_line_is_named_so() -> None:
+    data = group_data("all", "lab") | {"port": "abc"}
+    with pytest.raises(InputErrors, match=r"^--data: port: should be a whole number; found 'abc'$"):
+        read_host_data(data, Sources({"port"}, []))
+
+
+def test_a_python_that_became_a_number_is_explained() -> None:
+    with pytest.raises(InputErrors, match=r"arrives as the number 3\.1\n"):
+        lab_spec(python=3.10)
+
+
+def test_stages_may_be_written_with_commas() -> None:
+    assert lab_spec(stages="patches, runtime").stages == ["runtime", "patches"]
+
+
+def test_the_nearest_name_prefers_swapped_letters() -> None:
+    assert nearest("prot", ["root", "port", "bind"]) == 'did you mean "port"?'
+    assert nearest("zzz", ["b", "a"]) == "there is: a, b"

@@ -1,0 +1,228 @@
+"""The plan: nothing on a settled node, everything on a fresh one, and each single difference with what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gpuwright import plan as p
+from gpuwright.hostdata import STAGES
+from gpuwright.plan import plan, server_actions
+from gpuwright.spec import NodeSpec
+from gpuwright.state import NodeState, SeenFile, SeenModelFile, SeenPort, SeenVenv
+from tests.make import empty_state, gpu_spec, lab_spec, settled_state
+
+LAB = lab_spec()
+GPU = gpu_spec()
+SETTLED = settled_state(LAB)
+
+
+def steps(spec: NodeSpec, state: NodeState) -> list[str]:
+    """The steps that have a change, in order, once each."""
+    return list(dict.fromkeys(change.step for change in plan(spec, state).changes))
+
+
+@pytest.mark.parametrize("spec", [LAB, GPU], ids=["lab", "gpu"])
+def test_a_settled_node_has_no_change(spec: NodeSpec) -> None:
+    assert plan(spec, settled_state(spec)).changes == ()
+
+
+def test_a_fresh_lab_node_has_every_step_but_preflight_and_pruning() -> None:
+    assert steps(LAB, empty_state(LAB)) == [
+        p.FOLDERS, p.TOOLS, p.VENV, p.SYNC, p.STUB, p.VERIFY, p.APPLY, p.PROBE, p.MODEL, p.LAUNCHERS, p.CONFIGURE,
+        p.SERVER, p.RECORD, p.SMOKE,
+    ]  # fmt: skip
+
+
+def test_a_gpu_node_builds_no_libcuda_stand_in() -> None:
+    assert p.STUB not in steps(GPU, empty_state(GPU))
+
+
+def venv_of(state: NodeState) -> SeenVenv:
+    assert state.venv is not None
+    return state.venv
+
+
+def with_distributions(**versions: str | None) -> NodeState:
+    venv = venv_of(SETTLED)
+    named = {name.replace("_", "-"): version for name, version in versions.items()}
+    merged = {k: v for k, v in (venv.distributions | named).items() if v is not None}
+    return SETTLED.model_copy(update={"venv": venv.model_copy(update={"distributions": merged})})
+
+
+def with_server(**fields: object) -> NodeState:
+    return SETTLED.model_copy(update={"server": SETTLED.server.model_copy(update=fields)})
+
+
+def with_file(path: str, **fields: object) -> NodeState:
+    seen = SETTLED.files[path]
+    assert seen is not None
+    return SETTLED.model_copy(update={"files": SETTLED.files | {path: seen.model_copy(update=fields)}})
+
+
+def with_record(**fields: object) -> NodeState:
+    assert SETTLED.server.record is not None
+    return with_server(record=SETTLED.server.record | fields)
+
+
+PATCHED = LAB.patches[0]
+RUNTIME = [p.SYNC, p.VERIFY, p.SERVER]
+SCRIPT = LAB.active_script.path
+OTHER_SCRIPT = LAB.scripts[1].path
+assert SETTLED.model is not None
+EDITED_MODEL = SETTLED.model.model_copy(update={"files": {"model.safetensors": SeenModelFile(size=1, sha256="b" * 64)}})
+
+DIFFERENCES: dict[str, tuple[NodeState, list[str]]] = {
+    "a distribution is missing": (with_distributions(requests=None), RUNTIME),
+    "a distribution is extra": (with_distributions(left_pad="1.0"), RUNTIME),
+    "a distribution has another version": (with_distributions(requests="1.0"), RUNTIME),
+    "a version is written another way": (with_distributions(einops="0.8.2.0"), []),
+    "a distribution is damaged": (
+        SETTLED.model_copy(update={"venv": venv_of(SETTLED).model_copy(update={"damaged": {"torch": "lacks x"}})}),
+        RUNTIME,
+    ),
+    "the patched distribution has another version": (
+        with_distributions(flashinfer_python="0.6.4").model_copy(
+            update={"patched": {PATCHED.file: SeenFile(sha256="f" * 64, size=1, mode=0o644)}}
+        ),
+        [p.SYNC, p.VERIFY, p.APPLY, p.PROBE, p.SERVER],
+    ),
+    "a patched file is pristine again": (
+        SETTLED.model_copy(update={"patched": {PATCHED.file: SeenFile(sha256=PATCHED.pre_sha256, size=1, mode=0o644)}}),
+        [p.APPLY, p.PROBE, p.SERVER],
+    ),
+    "the runtime was never verified": (
+        SETTLED.model_copy(update={"stamps": SETTLED.stamps | {"runtime": None}}),
+        [p.VERIFY, p.SERVER],
+    ),
+    "the patches were probed for another set": (
+        SETTLED.model_copy(update={"stamps": SETTLED.stamps | {"patches": {"value": "x", "at": "then"}}}),
+        [p.PROBE, p.SERVER],
+    ),
+    "the patches were probed again since": (
+        SETTLED.model_copy(update={"stamps": SETTLED.stamps | {"patches": {"value": LAB.patches_stamp, "at": "now"}}}),
+        [p.SERVER],
+    ),
+    "a weight was edited": (SETTLED.model_copy(update={"model": EDITED_MODEL}), [p.MODEL, p.SERVER]),
+    "the active script was edited": (with_file(SCRIPT, sha256="0" * 64), [p.LAUNCHERS, p.SERVER]),
+    "another tier's script was edited": (with_file(OTHER_SCRIPT, sha256="0" * 64), [p.LAUNCHERS]),
+    "a script lost its execute bit": (with_file(OTHER_SCRIPT, mode=0o644), [p.LAUNCHERS]),
+    "a script of no tier lies there": (
+        SETTLED.model_copy(update={"launch_scripts": [*SETTLED.launch_scripts, "run_tp1_old.sh"]}),
+        [p.LAUNCHERS],
+    ),
+    "supervisor's configuration was edited": (
+        with_file(LAB.supervisor_conf.path, sha256="0" * 64),
+        [p.CONFIGURE, p.SERVER],
+    ),
+    "the libcuda stand-in is gone": (
+        SETTLED.model_copy(update={"files": SETTLED.files | {LAB.paths.cuda_stub: None}}),
+        [p.STUB, p.VERIFY, p.SERVER],
+    ),
+    "the server is not running": (with_server(pid=None, status="EXITED", health=None), [p.SERVER]),
+    "the server does not answer": (with_server(health=503), [p.SERVER]),
+    "the server has no record": (with_server(record=None), [p.SERVER]),
+    "the server is still loading": (with_record(ready_at=None), [p.SERVER]),
+    "the server was started on other content": (with_record(runs_on={"runtime": "x"}), [p.SERVER]),
+    "the cache of an old runtime is there": (
+        SETTLED.model_copy(update={"caches": [*SETTLED.caches, "0123456789abcdef"]}),
+        [p.PRUNE],
+    ),
+    "another spec is on record": (SETTLED.model_copy(update={"state": {"spec_digest": "x"}}), [p.RECORD]),
+    "there is no result": (SETTLED.model_copy(update={"results": []}), [p.SMOKE]),
+    "the result was rejected": (
+        SETTLED.model_copy(update={"results": [SETTLED.results[0].model_copy(update={"verdict": "rejected"})]}),
+        [p.SMOKE],
+    ),
+    "the result is another spec's": (
+        SETTLED.model_copy(update={"results": [SETTLED.results[0].model_copy(update={"spec_digest": "x"})]}),
+        [p.SMOKE],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_each_difference_changes_its_step_and_what_follows(name: str) -> None:
+    state, expected = DIFFERENCES[name]
+    assert steps(LAB, state) == expected
+
+
+def test_what_the_server_must_do() -> None:
+    assert server_actions(LAB, SETTLED) == []
+    assert server_actions(LAB, with_record(ready_at=None)) == ["wait"]
+    assert server_actions(LAB, with_record(runs_on={})) == ["stop", "start", "wait"]
+    assert server_actions(LAB, with_server(health=None)) == ["stop", "start", "wait"]
+    assert server_actions(LAB, with_server(pid=None)) == ["stop", "start", "wait"]
+
+
+def test_a_restart_says_what_changed() -> None:
+    assert SETTLED.server.record is not None
+    then = SETTLED.server.record["runs_on"]
+    (change,) = plan(LAB, with_record(runs_on=then | {"patches": "before", "model": "before"})).of(p.SERVER)
+    assert str(change).endswith("since it was started: patches, model")
+
+
+def test_foreign_content_stops_the_host_and_is_never_planned_over() -> None:
+    foreign = SeenFile(sha256="c" * 64, size=1, mode=0o644)
+    found = plan(LAB, SETTLED.model_copy(update={"patched": {PATCHED.file: foreign}}))
+    (change,) = found.changes
+    assert change.step == p.APPLY and change.blocked
+    for part in (
+        "c" * 64,
+        PATCHED.pre_sha256,
+        PATCHED.post_sha256,
+        "left as it is",
+        "--reinstall flashinfer-python==0.6.3",
+    ):
+        assert part in str(change)
+
+
+def test_a_missing_patched_file_stops_the_host() -> None:
+    (change,) = plan(LAB, SETTLED.model_copy(update={"patched": {PATCHED.file: None}})).changes
+    assert change.blocked and "is absent" in str(change)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_only_the_stages_asked_for_are_planned(stage: str) -> None:
+    found = plan(lab_spec(stages=[stage]), empty_state(LAB, port=SeenPort(pid=1, command="other")))
+    assert {change.step.split(" | ")[0] for change in found.changes} == {stage}
+
+
+def test_smoke_can_be_repeated_and_left_out() -> None:
+    always, never = lab_spec(smoke="always"), lab_spec(smoke="never")
+    assert steps(always, settled_state(always)) == [p.SMOKE]
+    assert p.SMOKE not in steps(never, empty_state(never))
+
+
+def folder(edit: Callable[[dict[str, object]], None]) -> NodeState:
+    state = settled_state(GPU)
+    assert state.model is not None
+    fields: dict[str, object] = state.model.model_dump()
+    edit(fields)
+    return state.model_copy(update={"model": type(state.model).model_validate(fields)})
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        (settled_state(GPU, model=None), "does not exist"),
+        (folder(lambda m: m.update(model_type=None)), "names no model_type"),
+        (folder(lambda m: m.update(files={})), "lacks 2 of 2 shards"),
+        (
+            folder(lambda m: m.update(files={"model-00001-of-00002.safetensors": {"size": 0, "sha256": None}})),
+            "lacks 2",
+        ),
+        (folder(lambda m: m.update(shards=None, files={})), "nor any .safetensors"),
+    ],
+)
+def test_a_model_folder_that_is_not_whole_stops_the_host(state: NodeState, problem: str) -> None:
+    (change,) = plan(GPU, state).of(p.MODEL)
+    assert change.blocked and problem in str(change) and "set `model` in group_data" in str(change)
+
+
+def test_a_long_difference_is_summed_up() -> None:
+    venv = venv_of(SETTLED).model_copy(update={"distributions": {}})
+    changes = plan(LAB, SETTLED.model_copy(update={"venv": venv})).of(p.SYNC)
+    assert len(changes) == 9
+    assert str(changes[-1]) == f"and {len(LAB.lock.versions) - 8} more distributions"
