@@ -67,7 +67,9 @@ def _flags_of(call: ast.Call, constants: dict[str, Any]) -> list[Flag]:
             type=kind if kind in ("str", "int", "float", "json") else "str",
             switch=action in ("store_true", "store_false"),
             many="nargs" in keywords or action in ("append", "LoRAPathAction"),
-            choices=tuple(str(choice) for choice in allowed if choice is not None),
+            choices=tuple(
+                str(choice) for choice in (sorted(allowed) if isinstance(allowed, set) else allowed) if choice
+            ),
         )
         for name in names
     ]

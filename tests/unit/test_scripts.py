@@ -72,6 +72,7 @@ def test_arguments_and_environment_reach_the_server_as_written(tmp_path: Path) -
         "-m", "sglang.launch_server", "--model-path", f"{root}/model", "--host", "127.0.0.1", "--port", "31000",
         "--tp-size", "1", "--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph",
         "--max-total-tokens", "20000", "--chunked-prefill-size", "2048", "--random-seed", "1",
+        "--sleep-on-idle",
     ]  # fmt: skip
     expected = spec.environment(spec.tier)
     assert {name: env[name] for name in expected} == expected

@@ -25,4 +25,5 @@ exec /opt/gpuwright/venv/bin/python -m sglang.launch_server \
   --disable-cuda-graph \
   --max-total-tokens 20000 \
   --chunked-prefill-size 2048 \
-  --random-seed 1
+  --random-seed 1 \
+  --sleep-on-idle
