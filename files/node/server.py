@@ -28,40 +28,57 @@ def group_of(pid):
     return info and {"boot_id": boot_id(), "pgid": pid, "started_ticks": info["started"]}
 
 
-def stop():
-    """End the server and every process of its group; wait until none is left."""
+def running(api):
+    """supervisor's word on the program, or None when it does not know it or does not answer."""
+    try:
+        return api.getProcessInfo(PROGRAM) if api is not None else None
+    except (OSError, xmlrpc.client.Error, http.client.HTTPException):
+        return None
+
+
+def end(pids, number):
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def until(holds, seconds):
+    """Whether `holds()` comes true within `seconds`."""
+    deadline = time.time() + seconds
+    while not holds():
+        if time.time() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def stop(patience=30):
+    """End the server and every process of its group: asked first, killed after `patience` seconds."""
     groups = [read_json(RECORD)]
     api = supervisor(SOCKET)
-    if api is not None:
-        try:
-            info = api.getProcessInfo(PROGRAM)
-            if info["statename"] in ("RUNNING", "STARTING", "BACKOFF", "STOPPING"):
-                groups.append(group_of(info["pid"]))  # not the recorded one, if supervisor has restarted it
-                say("stopping the server (pid %d) and its children" % info["pid"])
-                api.stopProcess(PROGRAM)
-        except xmlrpc.client.Fault as error:
-            say("supervisor: %s" % error.faultString)
+    info = running(api)
+    if info and info["statename"] in ("RUNNING", "STARTING", "BACKOFF", "STOPPING"):
+        groups.append(group_of(info["pid"]))  # not the recorded one, if supervisor has restarted it
+        say("stopping the server (pid %d) and its children" % info["pid"])
+        if info["statename"] != "STOPPING":
+            api.stopProcess(PROGRAM, False)
 
     def left():
-        return [pid for group in groups for pid in server_processes(group)]
+        return sorted({pid for group in groups for pid in server_processes(group)})
 
-    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-        if not left():
-            break
-        say(
-            "ending what is left of the server's process group (%s): %s"
-            % (number.name, ", ".join("%d %s" % (pid, command_line(pid)[:60]) for pid in left()))
-        )
+    if not info:
         for pid in left():
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass
-        deadline = time.time() + patience
-        while left() and time.time() < deadline:
-            time.sleep(0.1)
-    if left():
-        fail("processes %s of the server do not end" % left())
+            say("ending a process left of an earlier server: %d %s" % (pid, command_line(pid)[:60]))
+        end(left(), signal.SIGTERM)
+    if not until(lambda: not left(), patience):
+        say("still there after %d s, so killed: %s" % (patience, ", ".join(map(str, left()))))
+        end(left(), signal.SIGKILL)
+        if not until(lambda: not left(), 10):
+            fail("processes %s of the server cannot be ended, even by SIGKILL" % left())
+    if info and not until(lambda: (running(api) or {"statename": ""})["statename"] != "STOPPING", 20):
+        fail("supervisor still holds the server for stopping; see %s" % os.path.join(ROOT, "logs", "supervisord.log"))
     if os.path.exists(RECORD):
         os.unlink(RECORD)
 
@@ -164,14 +181,11 @@ def wait():
     offset = record["log_offset"]
     while True:
         elapsed = time.time() - begin
-        try:
-            info = api.getProcessInfo(PROGRAM) if api else None
-        except (OSError, xmlrpc.client.Error):
-            info = None
+        info = running(api)
         text = log_since(offset)
         if not info or info["statename"] not in ("RUNNING", "STARTING") or info["pid"] != record["pid"]:
             words = last_words(offset)
-            stop()
+            stop(patience=5)
             fail(
                 "the server ended %d s after its start (%s)%s"
                 % (elapsed, info["statename"] if info else "supervisord is gone", words)
@@ -179,13 +193,13 @@ def wait():
         if FATAL.search(text):
             time.sleep(1)  # let it finish its traceback
             words = last_words(offset)
-            stop()
+            stop(patience=5)
             fail("the server met a fatal error and did not end by itself%s" % words)
         if http_status(REQUEST["port"], "/health", 5) == 200:
             break
         if elapsed > REQUEST["deadline_s"]:
             words = last_words(offset)
-            stop()
+            stop(patience=5)
             fail("the server was not ready within %d s%s" % (REQUEST["deadline_s"], words))
         if elapsed - shown >= 5:
             shown = elapsed
@@ -197,7 +211,7 @@ def wait():
     missing = [pattern for pattern in REQUEST["seen"] if not re.search(pattern, text)]
     unwanted = [line for line in text.splitlines() if any(re.search(pattern, line) for pattern in REQUEST["never"])]
     if missing or unwanted:
-        stop()
+        stop(patience=5)
         fail(
             "tier %s came up but did not take effect:%s%s"
             % (
