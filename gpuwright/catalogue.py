@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field
 from gpuwright import REPOSITORY
 from gpuwright.errors import InputError, InputErrors, Place, nearest
 from gpuwright.flags import ArgValue, Flag, load_flags, problem_with
+from gpuwright.hostdata import EnvName
 from gpuwright.yamlfile import Loc, Row, dotted, line_of, load_yaml, shown
 
 CATALOG = REPOSITORY / "catalog"
@@ -50,7 +51,6 @@ SpecifierText = Annotated[str, AfterValidator(_specifier)]
 RegexText = Annotated[str, AfterValidator(_regex)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Slug = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Override(Row):

@@ -26,6 +26,7 @@ def _node_path(path: str) -> str:
     return posixpath.normpath(path)
 
 
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 NodePath = Annotated[str, AfterValidator(_node_path)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -73,6 +74,7 @@ class HostData(Row):
     python: Annotated[str, Field(pattern=r"^3\.\d+$")]
     interpreter: NodePath | None = None
     python_download: bool = False
+    installer_env: dict[EnvName, str] = {}
     cuda_home: NodePath | None = None
     model: Annotated[TinyModel | FolderModel, Field(discriminator="kind")]
     bind: str = "127.0.0.1"

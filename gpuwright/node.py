@@ -91,7 +91,8 @@ def write_files(spec: NodeSpec, files: list[NodeFile], remove: list[str] | None 
 def install_tools(spec: NodeSpec) -> list[NodeCommand]:
     """gpuwright's own venv on the node, from a lock with hashes."""
     tools, lock = shlex.quote(spec.paths.tools), shlex.quote(spec.paths.tools_lock_copy)
-    pip = f"{tools}/bin/python -m pip install --quiet --disable-pip-version-check --no-input --require-hashes -r {lock}"
+    options = "--quiet --disable-pip-version-check --no-input --require-hashes"
+    pip = f"{_env(spec, {})} {tools}/bin/python -m pip install {options} -r {lock}"
     return [
         write_files(spec, [NodeFile(spec.paths.tools_lock_copy, spec.tools_lock.text)]),
         NodeCommand(locked(spec, f"sh -c {shlex.quote(f'python3 -m venv --clear {tools} && {pip} 2>&1')}"), "", True),
@@ -100,8 +101,12 @@ def install_tools(spec: NodeSpec) -> list[NodeCommand]:
 
 def _uv(spec: NodeSpec, *arguments: str) -> str:
     downloads = "automatic" if spec.data.python_download else "never"
-    environment = f"env UV_PYTHON_DOWNLOADS={downloads} UV_NO_PROGRESS=1"
-    return " ".join([environment, shlex.quote(f"{spec.paths.tools}/bin/uv"), *map(shlex.quote, arguments)])
+    environment = {"UV_PYTHON_DOWNLOADS": downloads, "UV_NO_PROGRESS": "1"}
+    return f"{_env(spec, environment)} " + shlex.join([f"{spec.paths.tools}/bin/uv", *arguments])
+
+
+def _env(spec: NodeSpec, fixed: dict[str, str]) -> str:
+    return shlex.join(["env", *(f"{name}={value}" for name, value in (fixed | spec.data.installer_env).items())])
 
 
 def create_venv(spec: NodeSpec, interpreter: SeenInterpreter | None) -> list[NodeCommand]:

@@ -1,8 +1,13 @@
 """What every node has unless its group says otherwise. docs/reference.md explains each key."""
 
+from operations.transport import make_transport
+
 stack = "sglang-0.5.9-cu128"  # catalog/stacks/
 tier = "baseline"  # one of the ladder's tiers, catalog/tiers.yaml
 python = "3.12"  # the venv's; the stack says which are locked
+# Environment of uv and pip on the node: proxies (HTTPS_PROXY), mirrors (UV_DEFAULT_INDEX, PIP_INDEX_URL). It is seen in
+# the node's process list, so no credentials. UV_SYSTEM_CERTS: trust what the node trusts, a company's own CA included.
+installer_env = {"UV_SYSTEM_CERTS": "1"}
 
 root = "/opt/gpuwright"
 bind = "127.0.0.1"
@@ -11,3 +16,7 @@ port = 30000
 ready_timeout_s = 2700  # weights, cold JIT and graph capture together
 min_memory_gib = 64
 min_free_disk_gib = 15  # the stack takes about 10
+
+# How hosts are reached. A host key that is not in known_hosts is refused; add it with ssh-keyscan, after checking it.
+ssh_strict_host_key_checking = "yes"
+ssh_paramiko_connect_kwargs = {"transport_factory": make_transport}

@@ -38,8 +38,8 @@ def group_data(*names: str) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name in names:
         values = runpy.run_path(str(REPOSITORY / "group_data" / f"{name}.py"))
-        imported = {"os", "sys", "Path"}
-        merged |= {k: v for k, v in values.items() if not k.startswith("_") and k not in imported}
+        imported = {"os", "sys", "Path", "make_transport"}
+        merged |= {k: v for k, v in values.items() if not k.startswith(("_", "ssh_")) and k not in imported}
     return merged
 
 

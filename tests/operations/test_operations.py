@@ -29,7 +29,7 @@ CONFLICT = (
     f"; rc=$?; if [ $rc -eq 75 ]; then echo 'another deploy has held {ROOT}/.lock for 900 s: wait for it, or see "
     "`fuser -v` on it'; fi; exit $rc"
 )
-UV = f"env UV_PYTHON_DOWNLOADS=never UV_NO_PROGRESS=1 {ROOT}/tools/bin/uv"
+UV = f"env UV_PYTHON_DOWNLOADS=never UV_NO_PROGRESS=1 UV_SYSTEM_CERTS=1 {ROOT}/tools/bin/uv"
 
 OPERATIONS = {
     p.PREFLIGHT: preflight.check_node,
@@ -98,8 +98,8 @@ def test_install_tools(collect: Collect) -> None:
     lock = {"path": f"{ROOT}/run/tools.lock.txt", "text": LAB.tools_lock.text, "mode": 0o644}
     assert request_of(write, "write_files") == {"files": [lock], "remove": []}
     pip = (
-        f"{ROOT}/tools/bin/python -m pip install --quiet --disable-pip-version-check --no-input --require-hashes "
-        f"-r {ROOT}/run/tools.lock.txt 2>&1"
+        f"env UV_SYSTEM_CERTS=1 {ROOT}/tools/bin/python -m pip install --quiet --disable-pip-version-check "
+        f"--no-input --require-hashes -r {ROOT}/run/tools.lock.txt 2>&1"
     )
     line = f"{LOCK}sh -c 'python3 -m venv --clear {ROOT}/tools && {pip}'{CONFLICT}"
     assert install == NodeCommand(line, streamed=True)
