@@ -11,7 +11,7 @@ help:  ## list the targets
 venv: .venv/requirements  ## make .venv from the pinned requirements
 
 .venv/requirements: requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit("gpuwright needs Python 3.10 or later: make PYTHON=python3.12 …" if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("gpuwright needs Python 3.10 or later: make PYTHON=python3.12 …" if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.txt
 	@touch $@

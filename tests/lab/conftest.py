@@ -74,6 +74,7 @@ class Lab:
 
     def __init__(self, root: Path, port: int) -> None:
         self.root, self.port = root, port
+        self.killed_log = root.with_suffix(".killed.log")
         self.venv = root / "venv"
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         self.site = self.venv / "lib" / version / "site-packages"
@@ -96,7 +97,7 @@ class Lab:
     def kill_deploy_when(self, ready: Callable[[], bool], *, path: str | None = None, timeout: float = 600) -> None:
         """Start a deploy and SIGKILL it with all it started, as soon as `ready()`."""
         env = os.environ | ({"PATH": path} if path else {})
-        with (self.root.parent / "killed.log").open("w") as log:
+        with (self.killed_log).open("w") as log:
             running = subprocess.Popen(
                 self.command("deploy.py", "-y", "--data", "smoke=never"),
                 cwd=REPOSITORY, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=env,
@@ -109,7 +110,7 @@ class Lab:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)
             running.wait()
-        said = (self.root.parent / "killed.log").read_text()
+        said = (self.killed_log).read_text()
         assert running.returncode == -signal.SIGKILL, f"the deploy ended before it could be killed:\n{said}"
 
     def record(self) -> dict[str, Any]:
@@ -165,3 +166,4 @@ def lab() -> Iterator[Lab]:
     if ROOT.exists():
         node.deploy(deploy="stop.py")
         shutil.rmtree(ROOT)
+    node.killed_log.unlink(missing_ok=True)
