@@ -15,7 +15,7 @@ PROGRAM = "sglang-server"
 TROUBLE = re.compile(r"Error|Exception|Traceback|errno|CUDA|OOM|killed|No such file", re.I)
 # SGLang lives on after some fatal errors; these end the wait at once. Its own words, read in 0.5.9's sources.
 FATAL = re.compile(r"\[Errno \d+\] error while attempting to bind|Scheduler hit an exception|Received sigquit")
-TELLING = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:]+[^\]]*\] (?!.*(WARNING|"GET |"POST |Ignore import error))(.+)")
+TELLING = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:]+[^\]]*\] (?!.*(WARNING|HTTP/1|Ignore import error))(.+)")
 
 
 def say(message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import json
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpuwright.hostdata import TinyModel
-from gpuwright.node import observe, script
+from gpuwright.node import NODE_SCRIPTS, observe, script
 from gpuwright.state import NodeState, parse_observation
 from tests.make import lab_spec
 
@@ -31,6 +32,18 @@ def run(name: str, request: dict[str, Any]) -> subprocess.CompletedProcess[str]:
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+SCRIPTS = sorted(path.stem for path in NODE_SCRIPTS.glob("*.py") if path.stem != "common")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_python_3_9_and_needs_the_standard_library_alone(name: str) -> None:
+    tree = ast.parse(script(name, {}), feature_version=(3, 9))
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
 
 
 # --- write_files
