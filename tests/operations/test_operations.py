@@ -6,8 +6,12 @@ import ast
 import json
 import logging
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from pyinfra.api.command import FunctionCommand
 
@@ -18,6 +22,7 @@ from gpuwright.plan import runs_on
 from gpuwright.spec import NodeFile
 from gpuwright.state import SeenFile, SeenPort
 from operations import launchers, model, patches, preflight, runtime, service, smoke, system
+from operations.limit import require_match
 from tests.make import ROOT, empty_state, gpu_spec, lab_spec, settled_state
 from tests.operations.conftest import Collect
 
@@ -263,3 +268,29 @@ def test_a_quiet_command_has_no_stdin_argument() -> None:
 
     assert to_pyinfra(NodeCommand("true")).connector_arguments == {}
     assert node.write_files(LAB, [NodeFile("/x", "y")]).stdin
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("inventory/gpu.py", "deploy.py", "--dry", "--limit", "canry"), 'did you mean "canary"?'),
+        (("inventory/gpu.py", "deploy.py", "-y", "--limit", "gpu-0[3-9]*"), "matches no host of this inventory"),
+        (("inventory/lab.py", "deploy.py", "--dry", "--data", "tier=basline"), 'did you mean "baseline"?'),
+        (("inventory/lab.py", "deploy.py", "--dry", "--data", "port=none"), "--data: port: should be a whole number"),
+    ],
+)
+def test_the_command_line_refuses_bad_input(arguments: tuple[str, ...], said: str) -> None:
+    pyinfra = Path(sys.executable).with_name("pyinfra")
+    done = subprocess.run(
+        [pyinfra, *arguments], cwd=REPOSITORY, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 1 and said in done.stderr
+    assert "Starting operation" not in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("limit", ["canary", "gpu", "all", "gpu-01.*"])
+def test_a_limit_that_matches_is_let_through(limit: str) -> None:
+    context = click.Context(click.Command("pyinfra"))
+    context.params["limit"] = (limit,)
+    with context:
+        require_match(gpu=["gpu-01.example", ("gpu-02.example", {})], canary=["gpu-01.example"])
