@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -128,8 +129,19 @@ class Tiers(Row):
     ladders: dict[Slug, Ladder]
 
 
+class Assumption(Row):
+    """Something a patch relies on, in words, and the code that ends with exit code 0 in the venv while it holds."""
+
+    text: str
+    code: str
+
+
 class Patch(Row):
-    """One entry of the series: a unified diff on one file of one distribution, by content hash."""
+    """One entry of the series: a unified diff on one file of one distribution, by content hash.
+
+    `active` ones are applied. A `rejected` one is kept with its evidence, so that nobody tries it again. A `retired`
+    one is applied nowhere any more; its post-image is still known as ours, so that it can be taken back.
+    """
 
     id: Slug
     status: Literal["active", "rejected", "retired"]
@@ -139,18 +151,38 @@ class Patch(Row):
     diff: str
     pre_sha256: Sha256
     post_sha256: Sha256
+    superseded: list[Sha256] = []
     probe: str
     why: str
-    assumptions: list[str]
+    assumptions: list[Assumption] = []
+    evidence: str = ""
     upstream: str
     forwarded: bool
     remove_when: str
 
+    def covers(self, version: str) -> bool:
+        """Whether the patch is made for this version of its distribution."""
+        return SpecifierSet(self.versions).contains(version, prereleases=True)
+
+
+class Setting(Row):
+    """A change of behaviour that needs no patch: one variable of the ladders that name it, with its proof."""
+
+    id: Slug
+    name: EnvName
+    value: str
+    ladders: list[str] = Field(min_length=1)
+    probe: str
+    why: str
+    upstream: str
+    remove_when: str
+
 
 class Series(Row):
-    """files/patches/series.yaml: the patches in the order they are applied."""
+    """files/patches/series.yaml: the patches in the order they are applied, and the settings beside them."""
 
     patches: list[Patch]
+    settings: list[Setting] = []
 
 
 @dataclass(frozen=True)
@@ -162,9 +194,18 @@ class Catalogue:
     patches: tuple[Patch, ...]
     flags: dict[str, dict[str, Flag]]
 
-    def patches_for(self, stack: Stack) -> tuple[Patch, ...]:
-        """The active patches, in order."""
-        return tuple(patch for patch in self.patches if patch.status == "active")
+    settings: tuple[Setting, ...] = ()
+
+    def patches_for(self, versions: Mapping[str, str]) -> tuple[Patch, ...]:
+        """The active patches that are made for the pinned versions, in order."""
+        return tuple(patch for patch in self._active(versions) if patch.covers(versions[patch.distribution]))
+
+    def uncovered_for(self, versions: Mapping[str, str]) -> tuple[Patch, ...]:
+        """The active patches of distributions pinned at a version they are not made for: to be fixed upstream."""
+        return tuple(patch for patch in self._active(versions) if not patch.covers(versions[patch.distribution]))
+
+    def _active(self, versions: Mapping[str, str]) -> list[Patch]:
+        return [patch for patch in self.patches if patch.status == "active" and patch.distribution in versions]
 
 
 def flags_path(stack: Stack) -> Path:
@@ -185,16 +226,17 @@ def load_catalogue(catalog: Path = CATALOG, patches: Path = PATCHES) -> Catalogu
     tiers, tier_lines = load_yaml(catalog / "tiers.yaml", Tiers)
     flags = {name: load_flags(flags_path(stack)) for name, stack in stacks.items()}
     errors = [
-        *_series_errors(patches / "series.yaml", series, series_lines),
+        *_series_errors(patches / "series.yaml", series, series_lines, tiers),
         *_tier_errors(catalog / "tiers.yaml", tiers, tier_lines, stacks, flags, {p.id for p in series.patches}),
     ]
     if errors:
         raise InputErrors(errors)
-    return Catalogue(stacks, dict(tiers.ladders), tuple(series.patches), flags)
+    return Catalogue(stacks, dict(tiers.ladders), tuple(series.patches), flags, tuple(series.settings))
 
 
-def _series_errors(path: Path, series: Series, lines: dict[Loc, int]) -> list[InputError]:
+def _series_errors(path: Path, series: Series, lines: dict[Loc, int], tiers: Tiers) -> list[InputError]:
     errors, seen = [], set()
+    heads: dict[str, Patch] = {}
     for index, patch in enumerate(series.patches):
         loc: Loc = ("patches", index)
         if patch.id in seen:
@@ -203,6 +245,27 @@ def _series_errors(path: Path, series: Series, lines: dict[Loc, int]) -> list[In
         for key in ("diff", "probe"):
             if not (path.parent / getattr(patch, key)).is_file():
                 errors.append(_error(path, lines, (*loc, key), f"{getattr(patch, key)} is not in {shown(path.parent)}"))
+        if patch.status == "rejected" and not patch.evidence:
+            errors.append(
+                _error(path, lines, (*loc, "evidence"), "is missing: a rejected patch is kept for its evidence")
+            )
+        before = heads.get(patch.file)
+        if patch.status == "active" and before and patch.pre_sha256 != before.post_sha256:
+            problem = f"is not the post-image of {before.id}, the patch before it on {patch.file}"
+            errors.append(_error(path, lines, (*loc, "pre_sha256"), problem))
+        if patch.status == "active":
+            heads[patch.file] = patch
+    for index, setting in enumerate(series.settings):
+        at: Loc = ("settings", index)
+        if not (path.parent / setting.probe).is_file():
+            errors.append(_error(path, lines, (*at, "probe"), f"{setting.probe} is not in {shown(path.parent)}"))
+        for ladder in setting.ladders:
+            if ladder not in tiers.ladders:
+                problem = f'there is no ladder "{ladder}"'
+                errors.append(_error(path, lines, (*at, "ladders"), problem, nearest(ladder, tiers.ladders)))
+            elif tiers.ladders[ladder].env.get(setting.name) != setting.value:
+                problem = f"ladder {ladder} does not set {setting.name}={setting.value} in its env"
+                errors.append(_error(path, lines, (*at, "value"), problem))
     return errors
 
 

@@ -82,6 +82,9 @@ class HostData(Row):
     ready_timeout_s: int = Field(ge=10)
     min_memory_gib: float = Field(ge=0)
     min_free_disk_gib: float = Field(ge=0)
+    integrity: Literal["text", "deep"] = "text"
+    patches: Literal["series", "none"] = "series"
+    patches_foreign: Literal["stop", "replace"] = "stop"
     smoke: Literal["once", "always", "never"] = "once"
     smoke_benchmark: Smoke = Smoke()
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuwright import REPOSITORY
+from gpuwright.patches import Action, Decision, decide
 from gpuwright.smoke import PROMPT_TOKENS, PROMPTS, levels
 from gpuwright.spec import NodeFile, NodeSpec
-from gpuwright.state import SeenInterpreter
+from gpuwright.state import NodeState, SeenInterpreter
 
 NODE_SCRIPTS = REPOSITORY / "files" / "node"
+PARTS = {"patch_files": ("unidiff.py",), "keep_foreign": ("unidiff.py",)}
 LOCK_WAIT_S = 900
 LOCKED = 75
 
@@ -28,7 +30,8 @@ class NodeCommand:
 
 def script(name: str, request: dict[str, Any]) -> str:
     """The text of a node script with its request set in front, for `python3 -I -u -`."""
-    parts = [(NODE_SCRIPTS / file).read_text(encoding="utf-8") for file in ("common.py", f"{name}.py")]
+    files = ("common.py", *PARTS.get(name, ()), f"{name}.py")
+    parts = [(NODE_SCRIPTS / file).read_text(encoding="utf-8") for file in files]
     head = f"import json\nREQUEST = json.loads({json.dumps(json.dumps(request))})\n"
     return "\n".join([head, *parts])
 
@@ -71,7 +74,10 @@ def observe(spec: NodeSpec) -> NodeCommand:
         "folders": list(spec.paths.folders),
         "files": paths,
         "model": {"path": spec.model_path, "hash": spec.tiny_model is not None},
-        "patched": sorted({patch.file for patch in spec.patches}),
+        "patched": sorted({patch.file for patch in spec.series}),
+        "manifest": spec.paths.manifest,
+        "originals": spec.paths.originals,
+        "deep": spec.data.integrity == "deep",
     }
     return run_script("observe", request)
 
@@ -118,18 +124,19 @@ def create_venv(spec: NodeSpec, interpreter: SeenInterpreter | None) -> list[Nod
 
 def sync_venv(spec: NodeSpec, reinstall: list[str]) -> list[NodeCommand]:
     """Sync the venv to the lock, hashes required: missing distributions come, others go, damaged ones come anew."""
+    # Nothing that was proved of the venv is proved of what it becomes; so the stamp goes first.
+    stamp = f"{spec.paths.run}/runtime.json"
+    return [write_files(spec, [NodeFile(spec.paths.lock_copy, spec.lock.text)], [stamp]), _sync(spec, reinstall)]
+
+
+def _sync(spec: NodeSpec, reinstall: list[str]) -> NodeCommand:
     again = [part for name in reinstall for part in ("--reinstall-package", name)]
     sync = _uv(
         spec, "pip", "sync", "--python", spec.python, "--require-hashes", "--only-binary", ":all:", *again,
         spec.paths.lock_copy,
     )  # fmt: skip
-    # Nothing that was proved of the venv is proved of what it becomes; so the stamp goes first.
-    stamp = f"{spec.paths.run}/runtime.json"
-    return [
-        write_files(spec, [NodeFile(spec.paths.lock_copy, spec.lock.text)], [stamp]),
-        # uv's line for each distribution repeats the plan; its downloads and its errors are what to look at.
-        NodeCommand(locked(spec, _bash(f"{sync} 2>&1 | {{ grep -v '^ [+-] ' || true; }}")), "", True),
-    ]
+    # uv's line for each distribution repeats the plan; its downloads and its errors are what to look at.
+    return NodeCommand(locked(spec, _bash(f"{sync} 2>&1 | {{ grep -v '^ [+-] ' || true; }}")), "", True)
 
 
 def _bash(pipeline: str) -> str:
@@ -151,7 +158,7 @@ def verify_runtime(spec: NodeSpec) -> list[NodeCommand]:
     """What must be true of the stack, run in the venv."""
     request = {
         "python": spec.python,
-        "env": spec.model_env,
+        "env": spec.proof_env,
         "proofs": spec.runtime_proofs,
         "stamp": f"{spec.paths.run}/runtime.json",
         "value": spec.runtime_stamp,
@@ -163,7 +170,7 @@ def probe_patches(spec: NodeSpec) -> list[NodeCommand]:
     """The behaviour probes of the series, run in the venv."""
     request = {
         "python": spec.python,
-        "env": spec.model_env,
+        "env": spec.proof_env,
         "proofs": spec.patch_proofs,
         "stamp": f"{spec.paths.run}/patches.json",
         "value": spec.patches_stamp,
@@ -171,15 +178,38 @@ def probe_patches(spec: NodeSpec) -> list[NodeCommand]:
     return [run_script("prove", request, spec=spec, streamed=True)]
 
 
-def apply_patches(spec: NodeSpec, files: list[dict[str, Any]], site: str) -> list[NodeCommand]:
-    """Take files through their patches."""
+def apply_patches(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
+    """Bring every file of the series to its target: keep copies, install distributions anew, patch, put back."""
+    decisions = [each for each in decide(spec, state) if each.action is not Action.NOTHING]
+    replaced = [each for each in decisions if each.action is Action.REPLACE]
+    anew = sorted({each.file.distribution for each in decisions if each.action in (Action.REPLACE, Action.REINSTALL)})
+    commands = [keep_foreign(spec, state, replaced)] if replaced else []
+    if anew:
+        commands.append(_sync(spec, anew))
+    files = [
+        each.file.request()
+        for each in decide(spec, state)
+        if each.action is not Action.NOTHING or (each.file.chain and each.file.distribution in anew)
+    ]
     request = {
-        "site": site,
+        "site": state.venv.site if state.venv else spec.paths.venv,
         "originals": spec.paths.originals,
+        "manifest": spec.paths.manifest,
         "stamp": f"{spec.paths.run}/patches.json",
         "files": files,
     }
-    return [run_script("patch_files", request, spec=spec)]
+    return [*commands, run_script("patch_files", request, spec=spec, streamed=True)]
+
+
+def keep_foreign(spec: NodeSpec, state: NodeState, decisions: list[Decision]) -> NodeCommand:
+    """Keep a copy of foreign files and show what was changed in them."""
+    request = {
+        "site": state.venv.site if state.venv else spec.paths.venv,
+        "originals": spec.paths.originals,
+        "foreign": spec.paths.foreign,
+        "files": [each.file.request() for each in decisions],
+    }
+    return run_script("keep_foreign", request, spec=spec, streamed=True)
 
 
 def make_tiny_model(spec: NodeSpec) -> list[NodeCommand]:

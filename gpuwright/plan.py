@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-from gpuwright.catalogue import Patch
 from gpuwright.hostdata import FolderModel
-from gpuwright.patches import FileState, patched_files
+from gpuwright.patches import Action, Decision, FileState, decide, patched_files
 from gpuwright.preflight import problems, report
 from gpuwright.spec import NodeFile, NodeSpec, digest
 from gpuwright.state import NodeState
@@ -184,36 +183,60 @@ def _verify(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
 
 
 def _apply(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
-    installing = _has(before, VENV)
-    touched = {change.what for change in before if change.step == SYNC}
-    for file in patched_files(spec.patches):
-        found = file.state(state.patched.get(file.path))
-        names = ", ".join(patch.id for patch in file.chain)
-        if installing or found is FileState.PRISTINE or found is FileState.PARTIAL:
-            yield Change(APPLY, f"{file.path} by {names}", "applied", "pristine" if installing else found.value)
-        elif file.chain[0].distribution in touched or (found is FileState.ABSENT and touched):
-            yield Change(APPLY, f"{file.path} by {names}", "applied", "its distribution is installed first")
-        elif found is not FileState.APPLIED:
-            yield Change(APPLY, _refusal(spec, state, file.path, file.chain, found), blocked=True)
+    if _has(before, VENV):
+        for file in patched_files(spec, {}):
+            if file.chain:
+                yield Change(APPLY, f"{file.path} by {file.names}", "applied", "pristine, once it is installed")
+        return
+    syncing = _has(before, SYNC)
+    touched = {difference.name for difference in _differences(spec, state)} if syncing else set()
+    for each in decide(spec, state):
+        file, found = each.file, each.state
+        if each.file.distribution in touched:
+            if file.chain:
+                yield Change(APPLY, f"{file.path} by {file.names}", "applied", "its distribution is installed first")
+        elif each.action is Action.STOP:
+            yield Change(APPLY, _refusal(spec, state, each), blocked=True)
+        elif each.action is not Action.NOTHING:
+            wanted = f"by {file.names}" if file.chain else "without patches"
+            yield Change(
+                APPLY,
+                f"{file.path} {wanted}",
+                "applied" if file.chain else "pristine",
+                f"{found.value}; {each.action.value}",
+            )
 
 
-def _refusal(spec: NodeSpec, state: NodeState, path: str, chain: tuple[Patch, ...], found: FileState) -> str:
-    seen = state.patched.get(path)
+def stopped_files(spec: NodeSpec, state: NodeState) -> list[Decision]:
+    """The foreign files that stop the host."""
+    return [d for d in decide(spec, state) if d.action is Action.STOP and d.state is FileState.FOREIGN]
+
+
+def _refusal(spec: NodeSpec, state: NodeState, each: Decision) -> str:
+    file = each.file
+    seen = state.patched.get(file.path)
     site = state.venv.site if state.venv else spec.paths.venv
-    distribution = chain[0].distribution
+    if each.state is FileState.WRONG_VERSION:
+        version = state.venv.distributions.get(file.distribution) if state.venv else None
+        return (
+            f"{site}/{file.path} is of {file.distribution} {version}, and {file.names} is made for "
+            f"{' and '.join(sorted({patch.versions for patch in file.chain}))}\n"
+            "    -> run the runtime stage too: it brings the pinned version back"
+        )
     return (
-        f"{site}/{path} is {found.value} and was left as it is\n"
-        f"    expected sha256 {chain[-1].post_sha256} (patched) or {chain[0].pre_sha256} (pristine)\n"
+        f"{site}/{file.path} is foreign and was left as it is; a copy is kept in {spec.paths.foreign}\n"
+        f"    expected sha256 {file.target} ({'patched' if file.chain else 'pristine'})\n"
         f"    found    sha256 {seen.sha256 if seen else 'none'}\n"
-        f"    -> keep a copy if the edit is wanted; then reinstall {distribution} and deploy again:\n"
-        f"       {spec.paths.tools}/bin/uv pip install --python {spec.python} --no-deps --reinstall "
-        f"{distribution}=={spec.lock.versions.get(distribution, '')}"
+        f"    -> if the edit is wanted, make it a patch: python -m gpuwright patches new --help\n"
+        f"    -> if not: --data patches_foreign=replace installs {file.distribution} anew and patches it"
     )
 
 
 def _probe(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
-    ids = ", ".join(patch.id for patch in spec.patches)
-    if not ids:
+    ids = ", ".join(
+        [patch.id for patch in (*spec.patches, *spec.uncovered)] + [setting.id for setting in spec.settings]
+    )
+    if not spec.patch_proofs:
         return
     if _has(before, VENV, APPLY):
         yield Change(PROBE, f"{ids}: patched files change")
@@ -301,7 +324,7 @@ def runs_on(spec: NodeSpec, state: NodeState) -> dict[str, str]:
     model = {name: [file.size, file.sha256] for name, file in sorted(state.model.files.items())} if state.model else {}
     return {
         "runtime": stamp("runtime"),
-        "patches": stamp("patches") if spec.patches else "none",
+        "patches": stamp("patches") if spec.patch_proofs else f"none@{spec.patch_set_digest}",
         "launch script": script.sha256 if script else "absent",
         "supervisor's configuration": conf.sha256 if conf else "absent",
         "model": digest(model),

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from gpuwright import REPOSITORY
-from gpuwright.catalogue import PATCHES, Catalogue, Ladder, Patch, Stack, Tier
+from gpuwright.catalogue import PATCHES, Catalogue, Ladder, Patch, Setting, Stack, Tier
 from gpuwright.errors import InputError, InputErrors, nearest
 from gpuwright.hostdata import STAGES, HostData, Sources, TinyModel, read_host_data
 from gpuwright.lockfile import TOOLS_LOCK, Lock, lock_path, read_lock
@@ -41,13 +41,23 @@ class Paths:
     @property
     def folders(self) -> dict[str, int]:
         """The folders the system stage makes, with their permission bits; tools and venv are made by their tools."""
-        names = ("launch", "patches", "patches/originals", "cache", "logs", "results", "lib")
+        names = ("launch", "patches", "patches/originals", "patches/foreign", "cache", "logs", "results", "lib")
         return {self.root: 0o755, **{f"{self.root}/{name}": 0o755 for name in names}, self.run: 0o700}
 
     @property
     def originals(self) -> str:
         """The pristine content of every patched file, named by its sha256."""
         return f"{self.root}/patches/originals"
+
+    @property
+    def manifest(self) -> str:
+        """Which files of the venv carry patches of ours, and their pristine sha256."""
+        return f"{self.root}/patches/applied.json"
+
+    @property
+    def foreign(self) -> str:
+        """Copies of files that were found to be neither pristine nor ours, named by their sha256."""
+        return f"{self.root}/patches/foreign"
 
     @property
     def socket(self) -> str:
@@ -111,6 +121,9 @@ class NodeSpec:
     lock: Lock
     tools_lock: Lock
     patches: tuple[Patch, ...]
+    uncovered: tuple[Patch, ...] = ()
+    series: tuple[Patch, ...] = ()
+    settings: tuple[Setting, ...] = ()
 
     @cached_property
     def paths(self) -> Paths:
@@ -252,13 +265,25 @@ class NodeSpec:
         """What must be true of the stack, as proofs for files/node/prove.py."""
         return [{"id": t.id, "code": t.code, "expect": t.expect} for t in self.stack.must_be_true]
 
-    @property
+    @cached_property
     def patch_proofs(self) -> list[dict[str, Any]]:
-        """The patches' behaviour probes, as proofs for files/node/prove.py."""
-        return [
-            {"id": patch.id, "code": (PATCHES / patch.probe).read_text(encoding="utf-8"), "expect": None}
-            for patch in self.patches
-        ]
+        """What the series promises, as proofs for files/node/prove.py: each patch's probe and assumptions, the settings
+        of this ladder, and the probes of patches that this stack's versions should no longer need.
+        """
+        if self.data.patches == "none":
+            return []
+        proofs = [_proof(patch.id, _probe(patch.probe)) for patch in self.patches]
+        for patch in self.patches:
+            proofs += [_proof(f"{patch.id}: {assumed.text}", assumed.code) for assumed in patch.assumptions]
+        proofs += [_proof(setting.id, _probe(setting.probe)) for setting in self.settings]
+        return proofs + [_proof(f"{patch.id} is fixed upstream", _probe(patch.probe)) for patch in self.uncovered]
+
+    @property
+    def proof_env(self) -> dict[str, str]:
+        """Environment of proofs: what importing the engine needs, the toolkit, and the ladder's compiler flags."""
+        compiler = {name: self.ladder.env[name] for name in COMPILER_FLAGS if name in self.ladder.env}
+        home = {"CUDA_HOME": self.data.cuda_home} if self.data.cuda_home else {}
+        return {**self.model_env, **home, **compiler}
 
     @cached_property
     def runtime_stamp(self) -> str:
@@ -302,7 +327,28 @@ def build_spec(host: str, data: Mapping[str, Any], catalogue: Catalogue, sources
         problem = f'Python "{values.python}" has no lock'
         raise InputErrors([InputError(sources.place("python"), "python", problem, hint=hint)])
     lock = read_lock(lock_path(stack, values.python))
-    return NodeSpec(host, values, stack, ladder, tier, lock, read_lock(TOOLS_LOCK), catalogue.patches_for(stack))
+    wanted = values.patches == "series"
+    return NodeSpec(
+        host=host,
+        data=values,
+        stack=stack,
+        ladder=ladder,
+        tier=tier,
+        lock=lock,
+        tools_lock=read_lock(TOOLS_LOCK),
+        patches=catalogue.patches_for(lock.versions) if wanted else (),
+        uncovered=catalogue.uncovered_for(lock.versions) if wanted else (),
+        series=catalogue.patches,
+        settings=tuple(setting for setting in catalogue.settings if values.ladder in setting.ladders),
+    )
+
+
+def _probe(name: str) -> str:
+    return (PATCHES / name).read_text(encoding="utf-8")
+
+
+def _proof(name: str, code: str) -> dict[str, Any]:
+    return {"id": name, "code": code, "expect": None}
 
 
 def _templates() -> jinja2.Environment:

@@ -121,6 +121,8 @@ class NodeState(Seen):
     state: dict[str, Any] | None
     results: list[SeenResult]
     patched: dict[str, SeenFile | None]
+    manifest: dict[str, dict[str, str]]
+    originals: list[str]
 
 
 def parse_observation(text: str) -> NodeState:

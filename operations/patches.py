@@ -5,23 +5,25 @@ from __future__ import annotations
 from pyinfra.api.operation import operation
 
 from gpuwright import node
-from gpuwright.patches import FileState, patched_files
-from gpuwright.plan import APPLY, PROBE, Change
+from gpuwright.plan import APPLY, PROBE, stopped_files
 from gpuwright.spec import NodeSpec
-from gpuwright.state import NodeState
 from operations.stage import Commands, converge
 
 
 @operation()
 def apply_series(spec: NodeSpec) -> Commands:
-    """Take each file of the series to its post-image. Reads the observation; may run files/node/patch_files.py."""
+    """Take each file of the series to its target: patched, or pristine where no patch of it is wanted any more.
 
-    def build(state: NodeState, changes: list[Change]) -> list[node.NodeCommand]:
-        stale = [f for f in patched_files(spec.patches) if f.state(state.patched.get(f.path)) is not FileState.APPLIED]
-        site = state.venv.site if state.venv else spec.paths.venv
-        return node.apply_patches(spec, [file.request() for file in stale], site)
-
-    yield from converge(spec, APPLY, f"{len(spec.patches)} patches are applied", build)
+    Reads the observation; may run files/node/patch_files.py, keep_foreign.py, and `uv pip sync` for one distribution.
+    A foreign file is copied and shown, and stops the host.
+    """
+    yield from converge(
+        spec,
+        APPLY,
+        f"{len(spec.patches)} patches are applied",
+        lambda state, changes: node.apply_patches(spec, state),
+        refuse=lambda state: [node.keep_foreign(spec, state, found)] if (found := stopped_files(spec, state)) else [],
+    )
 
 
 @operation()

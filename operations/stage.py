@@ -87,10 +87,17 @@ Commands = Generator[PyinfraCommand, None, None]
 Build = Callable[[NodeState, list[Change]], Sequence[NodeCommand | PyinfraCommand]]
 
 
-def converge(spec: NodeSpec, step: str, settled: str, build: Build) -> Commands:
+def converge(
+    spec: NodeSpec,
+    step: str,
+    settled: str,
+    build: Build,
+    refuse: Callable[[NodeState], Sequence[NodeCommand]] = lambda state: (),
+) -> Commands:
     """The body of every operation: plan, say what differs, yield the commands that `build` makes of it.
 
-    `settled` is the step's state in words, for the case that nothing is to do. A blocked change stops this host.
+    `settled` is the step's state in words, for the case that nothing is to do. A blocked change stops this host,
+    after the commands of `refuse` have kept and shown what stopped it.
     """
     found = observed(spec)
     if found is None:
@@ -105,6 +112,7 @@ def converge(spec: NodeSpec, step: str, settled: str, build: Build) -> Commands:
         for number, line in enumerate(str(change).splitlines()):
             host.log(f"    {'! ' if change.blocked else '~ '}{line}" if not number else f"      {line}", logger.info)
     if blocked:
+        yield from map(to_pyinfra, refuse(found))
         yield StringCommand(shell_failure(f"{step}: stopped; nothing of this step was changed"))
         return
     try:

@@ -78,6 +78,8 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
         "state": None,
         "results": [],
         "patched": {},
+        "manifest": {},
+        "originals": [],
     }
     return NodeState(**(fields | changed))
 
@@ -126,6 +128,11 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
         state={"spec_digest": spec.spec_digest},
         results=[SeenResult(file="r.json", spec_digest=spec.spec_digest, verdict="accepted")],
         patched=final,
+        manifest={
+            p.file: {"pristine": p.pre_sha256, "post": p.post_sha256, "distribution": p.distribution}
+            for p in spec.patches
+        },
+        originals=[patch.pre_sha256 for patch in spec.patches],
     )
     record = {"pid": 100, "pgid": 100, "runs_on": runs_on(spec, state), "ready_at": "then"}
     server = SeenServer(supervised=True, status="RUNNING", pid=100, record=record, processes=[100, 101], health=200)

@@ -1,8 +1,11 @@
 """Answer, in one JSON, what a node is like. Reads only; never writes, not even a temporary file.
 
-REQUEST says where to look: root, venv, tools, files, folders, commands, port, model, interpreter, patched.
+The one exception is asked for: with `deep`, what was read is remembered in run/integrity.json.
+REQUEST says where to look: root, venv, tools, files, folders, commands, port, model, interpreter, patched, manifest,
+originals, deep.
 """
 
+import base64
 import csv
 import glob
 import shutil
@@ -45,13 +48,66 @@ def canonical(name):
     return "-".join(part for part in name.lower().replace("_", "-").replace(".", "-").split("-") if part)
 
 
-def distributions(site, patched):
+# Read and hashed in every observation: sources, headers, configuration. The rest (libraries, kernels) only when `deep`.
+TEXT = tuple(
+    ".py .pyi .pyx .pxd .pxi .c .cc .cpp .cu .cuh .h .hpp .hxx .inl .json .jsonl .yaml .yml .toml .cfg .ini .txt .md"
+    " .rst .sh .cmake .jinja .j2 .js .css .html .typed .in".split()
+)
+
+
+def hash_files(site, paths):
+    """{path: sha256 as RECORD writes it, or None if it cannot be read}, on every core.
+
+    By forking: this script has no file of its own that a worker process could import.
+    """
+    jobs = min(8, os.cpu_count() or 1, 1 + len(paths) // 500)
+    readers, answer = [], {}
+    for number in range(jobs):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            found = {}
+            for path in paths[number::jobs]:
+                try:
+                    digest = hashlib.sha256()
+                    with open(os.path.join(site, path), "rb") as handle:
+                        for block in iter(lambda: handle.read(1 << 20), b""):
+                            digest.update(block)
+                    found[path] = base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
+                except OSError:
+                    found[path] = None
+            with os.fdopen(writer, "wb") as out:
+                out.write(json.dumps(found).encode())
+            os._exit(0)
+        os.close(writer)
+        readers.append((child, reader))
+    for child, reader in readers:
+        with os.fdopen(reader, "rb") as handle:
+            answer.update(json.loads(handle.read()))
+        os.waitpid(child, 0)
+    return answer
+
+
+def hash_deep(site, stats, cache):
+    """hash_files of everything, but for files whose size, mtime and inode are those they had when last read."""
+    kept = read_json(cache) or {}
+    known = {path: kept[path][1] for path, stat in stats.items() if path in kept and kept[path][0] == stat}
+    fresh = hash_files(site, [path for path in stats if path not in known])
+    known.update(fresh)
+    if fresh:
+        entries = {path: [stats[path], digest] for path, digest in known.items() if digest}
+        write_atomic(cache, json.dumps(entries).encode())
+    return known
+
+
+def distributions(site, patched, deep_cache=None, hashes=True):
     """({name: version}, {name: what is damaged}) of a site-packages folder.
 
     Damaged: no RECORD, no INSTALLER (uv writes it last, so its absence means a killed installation), a recorded file
-    that is missing or not of the recorded size, or a second copy of the metadata. `patched` files are not looked at.
-    Where several distributions bring the same file (flashinfer and torch-c-dlpack-ext each bring a build_backend.py)
-    the one installed last wins, and its size is right for all of them.
+    that is missing, not of the recorded size or not of the recorded sha256, or a second copy of the metadata. `patched`
+    files are not looked at. Where several distributions bring the same file (flashinfer and torch-c-dlpack-ext each
+    bring a build_backend.py) the one installed last wins, and its content is right for all of them.
     """
     versions, damaged, owners = {}, {}, {}
     for info in sorted(glob.glob(os.path.join(glob.escape(site), "*.dist-info"))):
@@ -70,22 +126,37 @@ def distributions(site, patched):
             damaged[name] = "has no INSTALLER: its installation was cut off"
         for row in rows:
             if len(row) == 3 and row[0] not in patched:
-                owners.setdefault(row[0], {})[name] = int(row[2]) if row[2].isdigit() else None
-    for path, sizes in owners.items():
-        try:
-            size = os.stat(os.path.join(site, path)).st_size
-        except OSError:
-            problem = "lacks %s" % path
-        else:
-            if size in sizes.values() or None in sizes.values():
-                continue
-            problem = "%s has %d bytes, not the recorded %s" % (path, size, " or ".join(map(str, sizes.values())))
-        for name in sizes:
+                size = int(row[2]) if row[2].isdigit() else None
+                owners.setdefault(row[0], {})[name] = (size, row[1].partition("sha256=")[2])
+
+    def damage(path, problem):
+        for name in owners[path]:
             damaged.setdefault(name, problem)
+
+    stats = {}
+    for path, recorded in owners.items():
+        try:
+            found = os.stat(os.path.join(site, path))
+        except OSError:
+            damage(path, "lacks %s" % path)
+            continue
+        sizes = [size for size, _ in recorded.values()]
+        if found.st_size not in sizes and None not in sizes:
+            said = " or ".join(map(str, sizes))
+            damage(path, "%s has %d bytes, not the recorded %s" % (path, found.st_size, said))
+        elif hashes and all(digest for _, digest in recorded.values()):
+            stats[path] = [found.st_size, found.st_mtime_ns, found.st_ino]
+    if deep_cache:
+        read = hash_deep(site, stats, deep_cache)
+    else:
+        read = hash_files(site, [path for path in stats if path.endswith(TEXT)])
+    for path, digest in read.items():
+        if digest not in [recorded for _, recorded in owners[path].values()]:
+            damage(path, "%s has another content than recorded" % path)
     return versions, damaged
 
 
-def venv(path, patched):
+def venv(path, patched, deep_cache=None, hashes=True):
     config = os.path.join(path, "pyvenv.cfg")
     try:
         with open(config, encoding="utf-8") as handle:
@@ -96,7 +167,7 @@ def venv(path, patched):
     site = os.path.join(path, "lib", "python" + ".".join(version.split(".")[:2]), "site-packages")
     if not os.path.exists(os.path.join(path, "bin", "python")) or not os.path.isdir(site):
         return None
-    versions, damaged = distributions(site, set(patched))
+    versions, damaged = distributions(site, set(patched), deep_cache, hashes)
     return {"python": version, "site": site, "distributions": versions, "damaged": damaged}
 
 
@@ -185,7 +256,10 @@ def main():
         has_ensurepip = True
     except ImportError:
         has_ensurepip = False
-    tools = venv(REQUEST["tools"], [])
+    tools = venv(REQUEST["tools"], [], hashes=False)
+    manifest = read_json(REQUEST["manifest"]) or {}
+    patched = sorted(set(REQUEST["patched"]) | set(manifest))
+    deep_cache = os.path.join(root, "run", "integrity.json") if REQUEST["deep"] else None
     answer = {
         "version": 1,
         "python": "%d.%d.%d" % sys.version_info[:3],
@@ -201,7 +275,7 @@ def main():
         "files": {path: file(path) for path in REQUEST["files"]},
         "launch_scripts": listing(os.path.join(root, "launch")),
         "tools": tools and {"distributions": tools["distributions"], "damaged": tools["damaged"]},
-        "venv": venv(REQUEST["venv"], REQUEST["patched"]),
+        "venv": venv(REQUEST["venv"], patched, deep_cache),
         "stamps": {name: read_json(os.path.join(root, "run", "%s.json" % name)) for name in ("runtime", "patches")},
         "model": model(REQUEST["model"]),
         "port": port_holder(port),
@@ -211,7 +285,9 @@ def main():
         "results": results(os.path.join(root, "results")),
     }
     site = answer["venv"]["site"] if answer["venv"] else None
-    answer["patched"] = {path: file(os.path.join(site, path)) if site else None for path in REQUEST["patched"]}
+    answer["patched"] = {path: file(os.path.join(site, path)) if site else None for path in patched}
+    answer["manifest"] = manifest
+    answer["originals"] = [name for name in listing(REQUEST["originals"]) if len(name) == 64]
     print(json.dumps(answer))
 
 

@@ -1,44 +1,55 @@
 """Bring files of the venv from one known content to another, by hash.
 
-REQUEST: site, originals, stamp, files [{"path", "steps": [{"id", "pre", "post", "diff"}]}].
-A file whose content is the pre-image of a step is taken through that step and all after it. The pristine content is
-kept first, under its hash. Anything else is refused and left as it is. Applying needs no tool: with the pre-image known
-by hash, every hunk lies exactly where the diff says, and the post-image's hash is the judge.
+REQUEST: site, originals, manifest, stamp, files [{"path", "distribution", "pristine", "known",
+"steps": [{"id", "pre", "post", "diff"}]}].
+A file that is at the pre-image of a step is taken through it and all after it. One that holds another content of ours
+(`known`) starts anew from the kept original. Without steps the original is put back. Anything else is
+refused and left as it is. The order of writes is such that a kill between any two leaves a state the next run finishes:
+the original is kept before the file is replaced, and the manifest names a file before it carries a patch and until it
+no longer does.
 """
 
-import re
 
-HUNK = re.compile(rb"^@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
+def original(item, content, digest):
+    """The pristine bytes of a file: the file itself, kept on the way, or what was kept before."""
+    kept = os.path.join(REQUEST["originals"], item["pristine"])
+    if digest == item["pristine"]:
+        if not os.path.exists(kept) or sha256_of(kept) != digest:
+            write_atomic(kept, content)
+        return content
+    try:
+        with open(kept, "rb") as handle:
+            data = handle.read()
+    except OSError:
+        fail(
+            "%s: its original %s is not kept on this node: install %s anew"
+            % (item["path"], item["pristine"], item["distribution"])
+        )
+    if hashlib.sha256(data).hexdigest() != item["pristine"]:
+        fail("%s: its kept original %s is damaged: install %s anew" % (item["path"], kept, item["distribution"]))
+    return data
 
 
-def apply(source, diff, what):
-    """The bytes of `source` after a unified diff; context and removed lines must match to the byte."""
-    old, new, at = source.splitlines(keepends=True), [], 0
-    lines = diff.splitlines(keepends=True)
-    index = 0
-    while index < len(lines):
-        header = HUNK.match(lines[index])
-        index += 1
-        if not header:
-            continue
-        start, count = int(header.group(1)), int(header.group(2) or b"1")
-        start = start - 1 if count else start
-        new += old[at:start]
-        at = start
-        while index < len(lines) and lines[index][:1] in b" -+\\" and not lines[index].startswith(b"--- "):
-            kind, text = lines[index][:1], lines[index][1:]
-            index += 1
-            if kind == b"\\":  # "\ No newline at end of file" takes it from the line before
-                if new and lines[index - 2][:1] in b" +":
-                    new[-1] = new[-1].rstrip(b"\n")
-                continue
-            if kind in b" -":
-                if at >= len(old) or old[at].rstrip(b"\n") != text.rstrip(b"\n"):
-                    fail("%s: line %d is not what the diff expects" % (what, at + 1))
-                at += 1
-            if kind in b" +":
-                new.append(text)
-    return b"".join(new + old[at:])
+def note(item, post):
+    """Write into the manifest that a file carries `post`, or (None) that it is pristine again."""
+    manifest = read_json(REQUEST["manifest"]) or {}
+    wanted = dict(manifest)
+    if post is None:
+        wanted.pop(item["path"], None)
+    else:
+        wanted[item["path"]] = {"pristine": item["pristine"], "post": post, "distribution": item["distribution"]}
+    if wanted != manifest:
+        write_json(REQUEST["manifest"], wanted)
+
+
+def replace(path, content):
+    try:
+        write_atomic(path, content, None)
+    except OSError as error:
+        fail(
+            "%s cannot be written (%s): make site-packages writable for uid %d, or deploy as its owner"
+            % (path, error.strerror or error, os.geteuid())
+        )
 
 
 def patch(item):
@@ -48,25 +59,35 @@ def patch(item):
             content = handle.read()
     except OSError as error:
         fail("%s: %s" % (path, error.strerror))
-    digest = hashlib.sha256(content).hexdigest()
-    steps = item["steps"]
-    if digest == steps[-1]["post"]:
-        return
+    digest, steps = hashlib.sha256(content).hexdigest(), item["steps"]
     first = next((i for i, step in enumerate(steps) if step["pre"] == digest), None)
-    if first is None:
+    if not steps:
+        if digest in item["known"]:
+            replace(path, original(item, content, digest))
+            print("restored %s" % item["path"])
+        elif digest != item["pristine"]:
+            fail("%s: sha256 %s is not the content of any known state; left as it is" % (path, digest))
+        note(item, None)
+        return
+    if digest == steps[-1]["post"]:
+        note(item, digest)
+        return
+    if first is None and digest not in item["known"]:
         fail("%s: sha256 %s is not the content of any known state; left as it is" % (path, digest))
-    if first == 0:
-        original = os.path.join(REQUEST["originals"], digest)
-        if not os.path.exists(original) or sha256_of(original) != digest:
-            write_atomic(original, content)
+    if first is None or first == 0:
+        content, first = original(item, content, digest), 0
     for step in steps[first:]:
-        content = apply(content, step["diff"].encode(), "%s by %s" % (path, step["id"]))
+        try:
+            content = apply_diff(content, step["diff"].encode())
+        except ValueError as error:
+            fail("%s by %s: %s" % (path, step["id"], error))
         digest = hashlib.sha256(content).hexdigest()
         if digest != step["post"]:
             fail("%s by %s: the result's sha256 is %s, not the %s expected" % (path, step["id"], digest, step["post"]))
     if path.endswith(".py"):
         compile(content, path, "exec")
-    write_atomic(path, content, None)
+    note(item, digest)
+    replace(path, content)
     print("patched %s: %s" % (item["path"], ", ".join(step["id"] for step in steps[first:])))
 
 

@@ -93,7 +93,7 @@ def request_of(command: object, name: str) -> dict[str, Any]:
 
 
 def test_create_folders(collect: Collect) -> None:
-    names = ["", "/launch", "/patches", "/patches/originals", "/cache", "/logs", "/results", "/lib"]
+    names = ["", "/launch", "/patches", "/patches/originals", "/patches/foreign", "/cache", "/logs", "/results", "/lib"]
     lines = [f"install -d -m 0755 {ROOT}{name}" for name in names] + [f"install -d -m 0700 {ROOT}/run"]
     assert collect(system.create_folders, LAB, EMPTY) == [NodeCommand(" && ".join(lines))]
 
@@ -156,25 +156,49 @@ def test_verify(collect: Collect) -> None:
     assert request["env"] == {"LD_LIBRARY_PATH": f"{ROOT}/lib"}
 
 
+PATCH = LAB.patches[0]
+
+
+def with_patched(sha256: str | None) -> Any:
+    seen = SeenFile(sha256=sha256, size=1, mode=0o644) if sha256 else None
+    return SETTLED.model_copy(update={"patched": SETTLED.patched | {PATCH.file: seen}})
+
+
 def test_apply_series(collect: Collect) -> None:
-    patch = LAB.patches[0]
-    pristine = SETTLED.model_copy(
-        update={"patched": {patch.file: SeenFile(sha256=patch.pre_sha256, size=1, mode=0o644)}}
-    )
-    (command,) = collect(patches.apply_series, LAB, pristine)
+    (command,) = collect(patches.apply_series, LAB, with_patched(PATCH.pre_sha256))
     request = request_of(command, "patch_files")
     assert request["site"] == f"{ROOT}/venv/lib/python3.12/site-packages"
     assert request["originals"] == f"{ROOT}/patches/originals" and request["stamp"] == f"{ROOT}/run/patches.json"
+    assert request["manifest"] == f"{ROOT}/patches/applied.json"
     (file,) = request["files"]
     (step,) = file["steps"]
-    assert (file["path"], step["pre"], step["post"]) == (patch.file, patch.pre_sha256, patch.post_sha256)
+    assert (file["path"], step["pre"], step["post"]) == (PATCH.file, PATCH.pre_sha256, PATCH.post_sha256)
+
+
+def test_apply_series_brings_a_missing_file_back_with_its_distribution(collect: Collect) -> None:
+    sync, patch = collect(patches.apply_series, LAB, with_patched(None))
+    assert isinstance(sync, NodeCommand) and "--reinstall-package flashinfer-python" in sync.line
+    files = request_of(patch, "patch_files")["files"]
+    assert [file["path"] for file in files] == [patch.file for patch in LAB.patches], "all patches of the distribution"
+
+
+def test_apply_series_replaces_a_foreign_file_only_when_asked_to(collect: Collect) -> None:
+    keep, sync, patch = collect(patches.apply_series, lab_spec(patches_foreign="replace"), with_patched("c" * 64))
+    assert request_of(keep, "keep_foreign")["foreign"] == f"{ROOT}/patches/foreign"
+    assert isinstance(sync, NodeCommand) and "--reinstall-package flashinfer-python" in sync.line
+    assert request_of(patch, "patch_files")["files"][0]["path"] == PATCH.file
+
+
+def test_apply_series_puts_originals_back_without_patches(collect: Collect) -> None:
+    (command,) = collect(patches.apply_series, lab_spec(patches="none"), SETTLED)
+    assert [file["steps"] for file in request_of(command, "patch_files")["files"]] == [[]] * len(LAB.patches)
 
 
 def test_probe(collect: Collect) -> None:
     (command,) = collect(patches.probe, LAB, EMPTY)
     request = request_of(command, "prove")
     assert request["stamp"] == f"{ROOT}/run/patches.json" and request["value"] == LAB.patches_stamp
-    assert [proof["id"] for proof in request["proofs"]] == [LAB.patches[0].id]
+    assert [proof["id"] for proof in request["proofs"]][:2] == [patch.id for patch in LAB.patches]
 
 
 def test_provide_the_tiny_model(collect: Collect) -> None:
@@ -239,14 +263,6 @@ def test_benchmark(collect: Collect) -> None:
             empty_state(gpu_spec()),
             "the model folder /models/GLM-5-NVFP4 does not exist",
         ),
-        (
-            patches.apply_series,
-            LAB,
-            SETTLED.model_copy(
-                update={"patched": {LAB.patches[0].file: SeenFile(sha256="c" * 64, size=1, mode=0o644)}}
-            ),
-            "is foreign and was left as it is",
-        ),
     ],
 )
 def test_what_cannot_be_mended_stops_the_host_with_one_failing_command(
@@ -256,6 +272,16 @@ def test_what_cannot_be_mended_stops_the_host_with_one_failing_command(
     (command,) = collect(operation, spec, state)
     assert isinstance(command, NodeCommand) and command.line.endswith("exit 1")
     assert text in caplog.text
+
+
+def test_a_foreign_file_is_kept_and_shown_before_the_host_is_stopped(
+    collect: Collect, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="pyinfra")
+    keep, stop = collect(patches.apply_series, LAB, with_patched("c" * 64))
+    assert request_of(keep, "keep_foreign")["files"][0]["path"] == PATCH.file
+    assert isinstance(stop, NodeCommand) and stop.line.endswith("exit 1")
+    assert "is foreign and was left as it is" in caplog.text
 
 
 def test_the_stop_deploy_ends_server_and_supervisor(collect: Collect) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import difflib
 import hashlib
 import json
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuwright.hostdata import TinyModel
 from gpuwright.node import NODE_SCRIPTS, observe, script
+from gpuwright.patches import exact_applier
 from gpuwright.state import NodeState, parse_observation
 from tests.make import lab_spec
 
@@ -75,11 +77,13 @@ def patch_request(folder: Path, steps: list[tuple[bytes, bytes]], **changed: Any
         {"id": f"p{i}", "pre": sha256(a), "post": sha256(b), "diff": unified(a, b)} | changed
         for i, (a, b) in enumerate(steps)
     ]
+    item = {"path": "module.py", "distribution": "dist", "pristine": sha256(ONE), "steps": rows}
     return {
-        "site": str(folder),
+        "site": str(folder / "site"),
         "originals": str(folder / "originals"),
+        "manifest": str(folder / "applied.json"),
         "stamp": str(folder / "stamp"),
-        "files": [{"path": "module.py", "steps": rows}],
+        "files": [item | {"known": [sha256(TWO), sha256(THREE), sha256(b"old\n")]}],
     }
 
 
@@ -99,39 +103,89 @@ def lines(data: bytes) -> list[str]:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
+    """A root with originals, a stamp, and a venv's site-packages reached through a symbolic link."""
     (tmp_path / "originals").mkdir()
     (tmp_path / "stamp").write_text("{}")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "site").symlink_to("real")
     return tmp_path
 
 
 ONE, TWO, THREE = b"a = 1\nb = 2\nc = 3\n", b"a = 1\nb = 20\nc = 3\n", b"a = 1\nb = 20\nc = 3\nd = 4\n"
+CHAIN = [(ONE, TWO), (TWO, THREE)]
+
+
+def manifest(site: Path) -> dict[str, Any]:
+    path = site / "applied.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def test_a_chain_is_applied_and_the_pristine_file_kept(site: Path) -> None:
-    module = site / "module.py"
+    module = site / "real" / "module.py"
     module.write_bytes(ONE)
     module.chmod(0o640)
     inode = module.stat().st_ino
-    done = run("patch_files", patch_request(site, [(ONE, TWO), (TWO, THREE)]))
+    done = run("patch_files", patch_request(site, CHAIN))
     assert done.returncode == 0, done.stdout + done.stderr
     assert module.read_bytes() == THREE
     assert stat.S_IMODE(module.stat().st_mode) == 0o640 and module.stat().st_ino != inode
+    assert (site / "site").is_symlink(), "a symlinked site-packages stays one"
     assert (site / "originals" / sha256(ONE)).read_bytes() == ONE
+    assert manifest(site)["module.py"] == {"pristine": sha256(ONE), "post": sha256(THREE), "distribution": "dist"}
     assert not (site / "stamp").exists(), "what was proved of the old content must be proved anew"
 
 
-def test_a_partly_patched_file_is_finished(site: Path) -> None:
-    (site / "module.py").write_bytes(TWO)
-    assert run("patch_files", patch_request(site, [(ONE, TWO), (TWO, THREE)])).returncode == 0
-    assert (site / "module.py").read_bytes() == THREE
+def test_a_file_of_another_owner_keeps_its_owner(site: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give a file away")
+    module = site / "real" / "module.py"
+    module.write_bytes(ONE)
+    os.chown(module, 65534, 65534)
+    assert run("patch_files", patch_request(site, CHAIN)).returncode == 0
+    assert module.read_bytes() == THREE and (module.stat().st_uid, module.stat().st_gid) == (65534, 65534)
+
+
+@pytest.mark.parametrize("content", [TWO, THREE])
+def test_a_partly_or_wholly_patched_file_is_finished(site: Path, content: bytes) -> None:
+    (site / "real" / "module.py").write_bytes(content)
+    assert run("patch_files", patch_request(site, CHAIN)).returncode == 0
+    assert (site / "real" / "module.py").read_bytes() == THREE and "module.py" in manifest(site)
 
 
 def test_applying_twice_is_applying_once(site: Path) -> None:
-    (site / "module.py").write_bytes(ONE)
-    run("patch_files", patch_request(site, [(ONE, TWO)]))
-    inode = (site / "module.py").stat().st_ino
-    assert run("patch_files", patch_request(site, [(ONE, TWO)])).returncode == 0
-    assert (site / "module.py").stat().st_ino == inode
+    module = site / "real" / "module.py"
+    module.write_bytes(ONE)
+    run("patch_files", patch_request(site, CHAIN))
+    inode = module.stat().st_ino
+    assert run("patch_files", patch_request(site, CHAIN)).returncode == 0
+    assert module.stat().st_ino == inode
+
+
+def test_an_earlier_image_of_ours_is_redone_from_the_kept_original(site: Path) -> None:
+    module = site / "real" / "module.py"
+    module.write_bytes(b"old\n")
+    lacking = run("patch_files", patch_request(site, CHAIN))
+    assert lacking.returncode == 1 and "is not kept on this node: install dist anew" in lacking.stdout
+    (site / "originals" / sha256(ONE)).write_bytes(ONE)
+    assert run("patch_files", patch_request(site, CHAIN)).returncode == 0
+    assert module.read_bytes() == THREE
+
+
+def test_a_damaged_original_is_not_used(site: Path) -> None:
+    (site / "real" / "module.py").write_bytes(THREE)
+    (site / "originals" / sha256(ONE)).write_bytes(b"damaged")
+    done = run("patch_files", patch_request(site, []))
+    assert done.returncode == 1 and "is damaged" in done.stdout
+    assert (site / "real" / "module.py").read_bytes() == THREE
+
+
+def test_without_steps_the_pristine_content_comes_back_byte_for_byte(site: Path) -> None:
+    module = site / "real" / "module.py"
+    module.write_bytes(ONE)
+    run("patch_files", patch_request(site, CHAIN))
+    done = run("patch_files", patch_request(site, []))
+    assert done.returncode == 0 and module.read_bytes() == ONE and manifest(site) == {}
+    assert run("patch_files", patch_request(site, [])).returncode == 0, "and once more"
 
 
 @pytest.mark.parametrize(
@@ -146,10 +200,16 @@ def test_applying_twice_is_applying_once(site: Path) -> None:
 def test_a_wrong_file_or_diff_leaves_the_file_as_it_is(
     site: Path, content: bytes, changed: dict[str, str], expected: str
 ) -> None:
-    (site / "module.py").write_bytes(content)
+    (site / "real" / "module.py").write_bytes(content)
     done = run("patch_files", patch_request(site, [(ONE, TWO)], **changed))
     assert done.returncode == 1 and expected in done.stdout + done.stderr
-    assert (site / "module.py").read_bytes() == content
+    assert (site / "real" / "module.py").read_bytes() == content
+
+
+def test_a_foreign_file_is_not_put_back_either(site: Path) -> None:
+    (site / "real" / "module.py").write_bytes(b"a = 7\n")
+    assert run("patch_files", patch_request(site, [])).returncode == 1
+    assert (site / "real" / "module.py").read_bytes() == b"a = 7\n"
 
 
 def test_a_missing_file_is_named(site: Path) -> None:
@@ -157,20 +217,120 @@ def test_a_missing_file_is_named(site: Path) -> None:
     assert done.returncode == 1 and "module.py: No such file" in done.stdout
 
 
+def test_a_read_only_site_packages_gives_a_clear_error(site: Path) -> None:
+    """As an unprivileged user, whom a folder's mode binds."""
+    (site / "real" / "module.py").write_bytes(ONE)
+    (site / "real" / "module.py").chmod(0o644)
+    for path in (site, site / "originals"):
+        path.chmod(0o777)
+    (site / "real").chmod(0o555)
+    for parent in site.parents:
+        if parent != Path("/tmp") and parent.stat().st_uid == os.geteuid() and len(parent.parts) > 2:
+            parent.chmod(parent.stat().st_mode | 0o055)
+    request = script("patch_files", patch_request(site, CHAIN))
+    user = {"user": 65534} if os.geteuid() == 0 else {}
+    python = "/usr/bin/python3" if os.geteuid() == 0 else sys.executable
+    done = subprocess.run([python, "-I", "-u", "-"], input=request, capture_output=True, text=True, **user)  # type: ignore[call-overload]
+    (site / "real").chmod(0o755)
+    assert done.returncode == 1
+    assert "cannot be written (Permission denied): make site-packages writable for uid" in done.stdout, done.stderr
+    assert (site / "real" / "module.py").read_bytes() == ONE
+
+
+KILLER = """
+import builtins, os, signal, sys
+_count = 0
+def _at():
+    global _count
+    _count += 1
+    if _count == KILL_AT:
+        os.kill(os.getpid(), signal.SIGKILL)
+def _killing(real):
+    def call(*arguments, **options):
+        _at()  # before the call takes effect
+        result = real(*arguments, **options)
+        _at()  # and after it
+        return result
+    return call
+class _File:
+    def __init__(self, real): self.real = real
+    def __enter__(self): return self
+    def __exit__(self, *a): self.real.close()
+    def write(self, data):
+        _at()
+        self.real.write(data[: len(data) // 2]); self.real.flush()
+        _at()  # with half of it written
+        self.real.write(data[len(data) // 2 :])
+    def __getattr__(self, name): return getattr(self.real, name)
+_open = builtins.open
+def _opening(path, mode="r", *a, **k):
+    return _File(_open(path, mode, *a, **k)) if "w" in mode else _open(path, mode, *a, **k)
+builtins.open = _opening
+for _name in ("replace", "unlink", "chmod", "fsync"):
+    setattr(os, _name, _killing(getattr(os, _name)))
+"""
+
+
+@pytest.mark.parametrize("wanted", ["apply", "put back"])
+def test_killed_at_any_write_the_file_is_old_or_new_and_the_next_run_finishes(tmp_path: Path, wanted: str) -> None:
+    kills = 0
+    for at in range(1, 200):
+        folder = tmp_path / str(at)
+        for name in ("originals", "site"):
+            (folder / name).mkdir(parents=True)
+        (folder / "stamp").write_text("{}")
+        module = folder / "site" / "module.py"
+        module.write_bytes(ONE)
+        if wanted == "put back":
+            assert run("patch_files", patch_request(folder, CHAIN)).returncode == 0
+            (folder / "stamp").write_text("{}")
+        old, new = (ONE, THREE) if wanted == "apply" else (THREE, ONE)
+        request = patch_request(folder, CHAIN if wanted == "apply" else [])
+        text = KILLER.replace("KILL_AT", str(at)) + script("patch_files", request)
+        killed = subprocess.run([sys.executable, "-I", "-u", "-"], input=text, capture_output=True, text=True)
+        assert module.read_bytes() in (old, new), f"killed at write {at}"
+        if module.read_bytes() != ONE:
+            assert (folder / "originals" / sha256(ONE)).read_bytes() == ONE and "module.py" in manifest(folder)
+        assert run("patch_files", request).returncode == 0
+        assert module.read_bytes() == new and ("module.py" in manifest(folder)) == (wanted == "apply")
+        assert [path.name for path in module.parent.iterdir()] == ["module.py"], "nothing is left beside it"
+        if killed.returncode == 0:
+            break
+        assert killed.returncode == -9, killed.stderr
+        kills += 1
+    assert kills >= (20 if wanted == "apply" else 12), "every write was killed before, in the middle and after"
+
+
 TEXT = st.lists(st.sampled_from(["", "a", "b", " ", "+", "-x", "@@ -1 +1 @@", "--- a", "\\"]), max_size=12)
 
 
 @given(TEXT, TEXT, st.booleans(), st.booleans())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_diff_applies_to_exactly_its_result(old: list[str], new: list[str], end_old: bool, end_new: bool) -> None:
+@settings(max_examples=300, deadline=None)
+def test_apply_then_revert_is_the_identity(old: list[str], new: list[str], end_old: bool, end_new: bool) -> None:
     a = "\n".join(old).encode() + (b"\n" if old and end_old else b"")
     b = "\n".join(new).encode() + (b"\n" if new and end_new else b"")
     if a == b:
         return
-    namespace: dict[str, Any] = {"__name__": "node"}
-    text = script("patch_files", {"files": [], "stamp": "/nonexistent", "site": "", "originals": ""})
-    exec(text, namespace)
-    assert namespace["apply"](a, unified(a, b).encode(), "x") == b
+    apply = exact_applier()
+    assert apply(a, unified(a, b).encode()) == b
+    assert apply(apply(a, unified(a, b).encode()), unified(b, a).encode()) == a
+
+
+# --- keep_foreign
+
+
+def test_a_foreign_file_is_copied_and_shown_against_what_it_was_edited_from(site: Path) -> None:
+    edited = THREE + b"e = 5\n"
+    (site / "real" / "module.py").write_bytes(edited)
+    request = patch_request(site, CHAIN) | {"foreign": str(site / "foreign")}
+    without = run("keep_foreign", request)
+    assert without.returncode == 0 and "no original is kept" in without.stdout
+    (site / "originals" / sha256(ONE)).write_bytes(ONE)
+    done = run("keep_foreign", request)
+    assert "--- the file after p1\n+++ as it was found\n" in done.stdout and done.stdout.endswith("+e = 5\n")
+    (copy,) = (site / "foreign").iterdir()
+    assert copy.read_bytes() == edited and copy.name == f"{sha256(edited)[:16]}-module.py"
+    assert (site / "real" / "module.py").read_bytes() == edited
 
 
 # --- tiny_model
@@ -201,10 +361,14 @@ def observed(spec: Any) -> NodeState:
     return parse_observation("a login shell that prints\n" + done.stdout)
 
 
+def recorded(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
 def make_distribution(site: Path, name: str, files: dict[str, bytes], installer: bool = True) -> Path:
     info = site / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
-    rows = [f"{path},sha256=x,{len(data)}" for path, data in files.items()]
+    rows = [f"{path},sha256={recorded(data)},{len(data)}" for path, data in files.items()]
     for path, data in files.items():
         (site / path).parent.mkdir(parents=True, exist_ok=True)
         (site / path).write_bytes(data)
@@ -228,6 +392,10 @@ def node(tmp_path: Path) -> Path:
     (site / "lacking" / "a.py").unlink()
     make_distribution(site, "truncated", {"truncated/a.py": b"xyz"})
     (site / "truncated" / "a.py").write_bytes(b"x")
+    make_distribution(site, "edited", {"edited/a.py": b"x = 1"})
+    (site / "edited" / "a.py").write_bytes(b"x = 2")
+    make_distribution(site, "binary", {"binary/a.so": b"x = 1"})
+    (site / "binary" / "a.so").write_bytes(b"x = 2")
     make_distribution(site, "cut_off", {"cut/a.py": b"x"}, installer=False)
     (make_distribution(site, "unrecorded", {}) / "RECORD").unlink()
     make_distribution(site, "shares", {"build_backend.py": b"xx"})
@@ -242,16 +410,35 @@ def test_damage_is_found_and_named(node: Path) -> None:
     assert state.venv is not None and state.venv.python == "3.12.3"
     assert set(state.venv.distributions) == {
         "whole", "under-scored-name", "lacking", "truncated", "cut-off", "unrecorded", "shares", "shares-too",
-        "patched",
+        "patched", "edited", "binary",
     }  # fmt: skip
     assert state.venv.damaged == {
         "lacking": "lacks lacking/a.py",
         "truncated": "truncated/a.py has 1 bytes, not the recorded 3",
+        "edited": "edited/a.py has another content than recorded",
         "cut-off": "has no INSTALLER: its installation was cut off",
         "unrecorded": "has no readable RECORD",
     }
     seen = state.patched["flashinfer/jit/cpp_ext.py"]
     assert seen is not None and seen.sha256 == sha256(b"edited, of another size")
+
+
+def test_deep_reads_everything_and_remembers_what_it_read(node: Path) -> None:
+    (node / "run").mkdir()
+    spec = lab_spec(root=str(node), integrity="deep")
+    for _ in range(2):
+        state = observed(spec)
+        assert state.venv is not None
+        assert state.venv.damaged["binary"] == "binary/a.so has another content than recorded"
+        assert state.venv.damaged["edited"] == "edited/a.py has another content than recorded"
+    remembered = node / "run" / "integrity.json"
+    before = remembered.stat().st_mtime_ns
+    site = node / "venv" / "lib" / "python3.12" / "site-packages"
+    good = site / "binary" / "a.so"
+    good.write_bytes(b"x = 1")
+    state = observed(spec)
+    assert state.venv is not None and "binary" not in state.venv.damaged, "a changed file is read again"
+    assert remembered.stat().st_mtime_ns > before
 
 
 def test_observing_writes_nothing(node: Path) -> None:

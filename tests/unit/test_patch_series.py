@@ -1,49 +1,177 @@
-"""The series itself: its states, and what its diff says without a venv."""
+"""The series: every state of a file has one action, and the entries say what they must."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from gpuwright.catalogue import PATCHES
-from gpuwright.patches import FileState, PatchedFile, patched_files
-from gpuwright.state import SeenFile
-from tests.make import catalogue
+from gpuwright.catalogue import PATCHES, Patch
+from gpuwright.patches import Action, FileState, PatchedFile, decide, exact_applier, patched_files
+from gpuwright.plan import APPLY, PROBE, plan
+from gpuwright.spec import NodeSpec
+from gpuwright.state import NodeState, SeenFile
+from tests.make import catalogue, gpu_spec, lab_spec, settled_state
 
 FIRST = catalogue().patches[0]
 SECOND = FIRST.model_copy(update={"id": "second", "pre_sha256": FIRST.post_sha256, "post_sha256": "2" * 64})
+OLD = "0" * 64
+KNOWN = frozenset({FIRST.post_sha256, "2" * 64, OLD})
+ONE = PatchedFile(FIRST.file, FIRST.distribution, FIRST.pre_sha256, (FIRST,), KNOWN)
+BOTH = replace(ONE, chain=(FIRST, SECOND))
+NONE = replace(ONE, chain=())
+
+
+def seen(sha256: str | None) -> SeenFile | None:
+    return SeenFile(sha256=sha256, size=1, mode=0o644) if sha256 else None
 
 
 @pytest.mark.parametrize(
-    ("sha256", "one", "both"),
+    ("sha256", "one", "both", "none"),
     [
-        (FIRST.pre_sha256, FileState.PRISTINE, FileState.PRISTINE),
-        (FIRST.post_sha256, FileState.APPLIED, FileState.PARTIAL),
-        ("2" * 64, FileState.FOREIGN, FileState.APPLIED),
-        ("9" * 64, FileState.FOREIGN, FileState.FOREIGN),
-        (None, FileState.ABSENT, FileState.ABSENT),
+        (FIRST.pre_sha256, FileState.PRISTINE, FileState.PRISTINE, FileState.PRISTINE),
+        (FIRST.post_sha256, FileState.APPLIED, FileState.PARTIAL, FileState.SUPERSEDED),
+        ("2" * 64, FileState.SUPERSEDED, FileState.APPLIED, FileState.SUPERSEDED),
+        (OLD, FileState.SUPERSEDED, FileState.SUPERSEDED, FileState.SUPERSEDED),
+        ("9" * 64, FileState.FOREIGN, FileState.FOREIGN, FileState.FOREIGN),
+        (None, FileState.ABSENT, FileState.ABSENT, FileState.ABSENT),
     ],
 )
-def test_a_files_hash_says_its_state(sha256: str | None, one: FileState, both: FileState) -> None:
-    seen = SeenFile(sha256=sha256, size=1, mode=0o644) if sha256 else None
-    assert PatchedFile("f", (FIRST,)).state(seen) is one
-    assert PatchedFile("f", (FIRST, SECOND)).state(seen) is both
+def test_a_files_hash_says_its_state(sha256: str | None, one: FileState, both: FileState, none: FileState) -> None:
+    assert [file.state(seen(sha256), "0.6.3") for file in (ONE, BOTH, NONE)] == [one, both, none]
+
+
+def test_an_unknown_content_of_another_version_is_not_called_foreign() -> None:
+    assert ONE.state(seen("9" * 64), "0.6.4") is FileState.WRONG_VERSION
+    assert ONE.state(seen(FIRST.post_sha256), "0.6.4") is FileState.APPLIED, "the content decides, where it is known"
+
+
+ACTIONS = {
+    # state: (patched file with and without a kept original, file to be pristine with and without one)
+    FileState.PRISTINE: (Action.APPLY, Action.APPLY, Action.NOTHING, Action.NOTHING),
+    FileState.APPLIED: (Action.NOTHING, Action.NOTHING, Action.NOTHING, Action.NOTHING),
+    FileState.PARTIAL: (Action.APPLY, Action.APPLY, Action.NOTHING, Action.NOTHING),
+    FileState.SUPERSEDED: (Action.REDO, Action.REINSTALL, Action.RESTORE, Action.REINSTALL),
+    FileState.ABSENT: (Action.REINSTALL, Action.REINSTALL, Action.NOTHING, Action.NOTHING),
+    FileState.FOREIGN: (Action.STOP, Action.STOP, Action.STOP, Action.STOP),
+    FileState.WRONG_VERSION: (Action.STOP, Action.STOP, Action.STOP, Action.STOP),
+}
+
+
+@pytest.mark.parametrize("found", FileState)
+def test_every_state_has_one_action(found: FileState) -> None:
+    cases = product((ONE, NONE), (True, False))
+    assert tuple(file.action(found, original_kept=kept, replace=False) for file, kept in cases) == ACTIONS[found]
+    replaced = ONE.action(found, original_kept=True, replace=True)
+    assert replaced is (Action.REPLACE if found is FileState.FOREIGN else ACTIONS[found][0])
+
+
+LAB = lab_spec()
+SETTLED = settled_state(LAB)
 
 
 def test_patches_on_one_file_are_chained_in_order() -> None:
     other = FIRST.model_copy(update={"id": "other", "file": "elsewhere.py"})
-    files = patched_files((FIRST, other, SECOND))
-    assert [(file.path, [patch.id for patch in file.chain]) for file in files] == [
-        (FIRST.file, [FIRST.id, "second"]),
-        ("elsewhere.py", ["other"]),
+    spec = replace(LAB, patches=(FIRST, other, SECOND), series=(FIRST, other, SECOND))
+    assert [(file.path, file.names) for file in patched_files(spec, {})] == [
+        (FIRST.file, f"{FIRST.id}, second"),
+        ("elsewhere.py", "other"),
     ]
 
 
-def test_the_patch_says_what_the_case_it_was_built_from_asked_for() -> None:
+def with_patched(path: str, sha256: str | None, **changed: object) -> NodeState:
+    return SETTLED.model_copy(update={"patched": SETTLED.patched | {path: seen(sha256)}} | changed)
+
+
+def steps(spec: NodeSpec, state: NodeState) -> list[str]:
+    return [str(change) for change in plan(spec, state).of(APPLY)]
+
+
+def test_a_removed_entry_is_taken_back_by_the_manifest_alone() -> None:
+    """As if an entry had been deleted from series.yaml: the node's manifest still says which file, and what it was."""
+    entry = {"gone.py": {"pristine": "a" * 64, "post": "b" * 64, "distribution": "sglang"}}
+    state = with_patched("gone.py", "b" * 64, manifest=SETTLED.manifest | entry, originals=["a" * 64])
+    assert steps(LAB, state) == [
+        "gone.py without patches: expected pristine, found superseded; put the kept original back"
+    ]
+    assert steps(LAB, with_patched("gone.py", "a" * 64, manifest=SETTLED.manifest | entry)) == []
+
+
+def test_without_patches_every_file_goes_back_and_nothing_is_probed() -> None:
+    spec = lab_spec(patches="none")
+    changes = steps(spec, SETTLED)
+    assert len(changes) == len(LAB.patches) and all("put the kept original back" in change for change in changes)
+    assert plan(spec, SETTLED).of(PROBE) == []
+    assert spec.patch_set_digest != LAB.patch_set_digest and spec.cache != LAB.cache
+
+
+def test_an_earlier_post_image_of_ours_is_redone_from_the_original() -> None:
+    patch = FIRST.model_copy(update={"superseded": [OLD]})
+    spec = replace(LAB, series=(patch, *LAB.series[1:]), patches=(patch, *LAB.patches[1:]))
+    (change,) = steps(spec, with_patched(FIRST.file, OLD))
+    assert change.endswith("found superseded; apply the patches to the kept original")
+
+
+def test_a_version_that_upstream_has_fixed_is_proved_not_patched() -> None:
+    newer = {**LAB.lock.versions, "flashinfer-python": "0.6.12"}
+    assert catalogue().patches_for(newer) == ()
+    assert [patch.id for patch in catalogue().uncovered_for(newer)] == [patch.id for patch in LAB.patches]
+    spec = replace(LAB, patches=(), uncovered=catalogue().uncovered_for(newer))
+    assert [proof["id"] for proof in spec.patch_proofs] == [f"{patch.id} is fixed upstream" for patch in LAB.patches]
+
+
+def test_a_patch_of_a_distribution_the_stack_has_not_is_left_out() -> None:
+    versions = {name: version for name, version in LAB.lock.versions.items() if name != "flashinfer-python"}
+    assert catalogue().patches_for(versions) == catalogue().uncovered_for(versions) == ()
+
+
+def test_settings_are_proved_on_the_ladders_that_have_them() -> None:
+    assert "flashinfer-gdc" in [proof["id"] for proof in gpu_spec().patch_proofs]
+    assert "flashinfer-gdc" not in [proof["id"] for proof in LAB.patch_proofs]
+    assert gpu_spec().proof_env["FLASHINFER_EXTRA_CUDAFLAGS"] == "-DCUTLASS_ENABLE_GDC_FOR_SM100=1"
+
+
+def test_assumptions_are_proved_beside_the_probes() -> None:
+    ids = [proof["id"] for proof in LAB.patch_proofs]
+    assert f"{FIRST.id}: torch is built with CUDA" in ids and len(ids) == len(set(ids))
+    for patch in LAB.patches:
+        assert patch.assumptions
+        for assumption in patch.assumptions:
+            compile(assumption.code, "<assumption>", "exec")
+
+
+def test_foreign_with_replace_is_planned_as_a_replacement() -> None:
+    spec = lab_spec(patches_foreign="replace")
+    (change,) = steps(spec, with_patched(FIRST.file, "9" * 64))
+    assert change.endswith("found foreign; keep a copy, install its distribution anew, then apply the patches")
+
+
+def test_nothing_is_decided_of_a_distribution_that_is_gone() -> None:
+    entry = {"gone.py": {"pristine": "a" * 64, "post": "b" * 64, "distribution": "not-there"}}
+    assert all(each.file.path != "gone.py" for each in decide(LAB, SETTLED.model_copy(update={"manifest": entry})))
+
+
+@pytest.mark.parametrize("patch", catalogue().patches, ids=lambda patch: patch.id)
+def test_an_entry_explains_itself(patch: Patch) -> None:
+    assert patch.why and patch.remove_when and patch.upstream.startswith("https://")
+    diff = (PATCHES / patch.diff).read_text()
+    assert diff.startswith(f"--- a/{patch.file}\n+++ b/{patch.file}\n")
+
+
+def test_the_first_patch_says_what_the_case_it_was_built_from_asked_for() -> None:
     diff = (PATCHES / FIRST.diff).read_text()
-    added = [line[1:] for line in diff.splitlines() if line.startswith("+") and not line.startswith("+++")]
-    text = "\n".join(added)
-    assert "if torch.version.cuda is not None:\n        return Version(torch.version.cuda)" in text
-    assert re.search(r"# gpuwright: .*Dynamo", text, re.S), "the patched file itself must say why"
+    added = "\n".join(line[1:] for line in diff.splitlines() if line.startswith("+") and not line.startswith("+++"))
+    assert "if torch.version.cuda is not None:\n        return Version(torch.version.cuda)" in added
+    assert re.search(r"# gpuwright: .*Dynamo", added, re.S), "the patched file itself must say why"
     assert "@functools.cache" in diff and "-@functools.cache" not in diff, "the cache decorator stays"
+
+
+def test_context_must_match_to_the_byte_and_at_its_line() -> None:
+    apply = exact_applier()
+    diff = b"--- a/x\n+++ b/x\n@@ -2,2 +2,2 @@\n b\n-c\n+C\n"
+    assert apply(b"a\nb\nc\n", diff) == b"a\nb\nC\n"
+    for source in (b"b\nc\n", b"a\na\nb\nc\n", b"a\nb \nc\n"):  # an offset, an offset, fuzz
+        with pytest.raises(ValueError, match=r"line \d is not what the diff expects"):
+            apply(source, diff)

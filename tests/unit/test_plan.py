@@ -67,6 +67,7 @@ def with_record(**fields: object) -> NodeState:
 
 
 PATCHED = LAB.patches[0]
+PRISTINE = SeenFile(sha256=PATCHED.pre_sha256, size=1, mode=0o644)
 RUNTIME = [p.SYNC, p.VERIFY, p.SERVER]
 SCRIPT = LAB.active_script.path
 OTHER_SCRIPT = LAB.scripts[1].path
@@ -84,12 +85,12 @@ DIFFERENCES: dict[str, tuple[NodeState, list[str]]] = {
     ),
     "the patched distribution has another version": (
         with_distributions(flashinfer_python="0.6.4").model_copy(
-            update={"patched": {PATCHED.file: SeenFile(sha256="f" * 64, size=1, mode=0o644)}}
+            update={"patched": SETTLED.patched | {PATCHED.file: SeenFile(sha256="f" * 64, size=1, mode=0o644)}}
         ),
         [p.SYNC, p.VERIFY, p.APPLY, p.PROBE, p.SERVER],
     ),
     "a patched file is pristine again": (
-        SETTLED.model_copy(update={"patched": {PATCHED.file: SeenFile(sha256=PATCHED.pre_sha256, size=1, mode=0o644)}}),
+        SETTLED.model_copy(update={"patched": SETTLED.patched | {PATCHED.file: PRISTINE}}),
         [p.APPLY, p.PROBE, p.SERVER],
     ),
     "the runtime was never verified": (
@@ -165,22 +166,17 @@ def test_a_restart_says_what_changed() -> None:
 
 def test_foreign_content_stops_the_host_and_is_never_planned_over() -> None:
     foreign = SeenFile(sha256="c" * 64, size=1, mode=0o644)
-    found = plan(LAB, SETTLED.model_copy(update={"patched": {PATCHED.file: foreign}}))
+    found = plan(LAB, SETTLED.model_copy(update={"patched": SETTLED.patched | {PATCHED.file: foreign}}))
     (change,) = found.changes
     assert change.step == p.APPLY and change.blocked
-    for part in (
-        "c" * 64,
-        PATCHED.pre_sha256,
-        PATCHED.post_sha256,
-        "left as it is",
-        "--reinstall flashinfer-python==0.6.3",
-    ):
+    for part in ("c" * 64, PATCHED.post_sha256, "left as it is", "patches new --help", "patches_foreign=replace"):
         assert part in str(change)
 
 
-def test_a_missing_patched_file_stops_the_host() -> None:
-    (change,) = plan(LAB, SETTLED.model_copy(update={"patched": {PATCHED.file: None}})).changes
-    assert change.blocked and "is absent" in str(change)
+def test_a_patched_file_that_is_missing_brings_its_distribution_back() -> None:
+    state = SETTLED.model_copy(update={"patched": SETTLED.patched | {PATCHED.file: None}})
+    assert steps(LAB, state) == [p.APPLY, p.PROBE, p.SERVER]
+    assert "install its distribution anew" in str(plan(LAB, state).of(p.APPLY)[0])
 
 
 @pytest.mark.parametrize("stage", STAGES)

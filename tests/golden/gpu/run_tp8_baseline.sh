@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run_tp8_baseline.sh: the common arguments alone; what every other tier is measured against
 # tier baseline of ladder glm5-nvfp4, stack sglang-0.5.9-cu128
-# runtime ee5b38636640ee54, patch set 44fbee48fdf48ea7
+# runtime 558a6dac4fe0cb2b, patch set 50188a75c2a01aee
 # Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers.yaml instead.
 set -euo pipefail
 # A connection is a file: 1024 concurrent requests need more than the usual soft limit.
@@ -9,9 +9,9 @@ ulimit -n "$(ulimit -Hn)" || true
 
 export PATH=/opt/gpuwright/venv/bin:/usr/local/cuda-12.8/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export CUDA_HOME=/usr/local/cuda-12.8
-export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/ee5b38636640ee54/flashinfer
-export TRITON_CACHE_DIR=/opt/gpuwright/cache/ee5b38636640ee54/triton
-export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/ee5b38636640ee54/inductor
+export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/558a6dac4fe0cb2b/flashinfer
+export TRITON_CACHE_DIR=/opt/gpuwright/cache/558a6dac4fe0cb2b/triton
+export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/558a6dac4fe0cb2b/inductor
 export HF_HUB_OFFLINE=1
 export SGLANG_ENABLE_JIT_DEEPGEMM=0
 export OMP_NUM_THREADS=8

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run_tp1_no_overlap.sh: the scheduler no longer overlaps with the model
 # tier no-overlap of ladder lab-cpu, stack sglang-0.5.9-cu128
-# runtime b6dd5b607865913f, patch set 44fbee48fdf48ea7
+# runtime 2f9f7518bcca5b10, patch set 50188a75c2a01aee
 # Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers.yaml instead.
 set -euo pipefail
 # A connection is a file: 1024 concurrent requests need more than the usual soft limit.
@@ -9,9 +9,9 @@ ulimit -n "$(ulimit -Hn)" || true
 
 export PATH=/opt/gpuwright/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export LD_LIBRARY_PATH=/opt/gpuwright/lib
-export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/b6dd5b607865913f/flashinfer
-export TRITON_CACHE_DIR=/opt/gpuwright/cache/b6dd5b607865913f/triton
-export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/b6dd5b607865913f/inductor
+export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/2f9f7518bcca5b10/flashinfer
+export TRITON_CACHE_DIR=/opt/gpuwright/cache/2f9f7518bcca5b10/triton
+export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/2f9f7518bcca5b10/inductor
 export HF_HUB_OFFLINE=1
 export OMP_NUM_THREADS=2
 
