@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpuwright import REPOSITORY
+from gpuwright import REPOSITORY, series
 from gpuwright.catalogue import Stack, flags_path, load_catalogue
 from gpuwright.errors import GpuwrightError, nearest
 from gpuwright.flags import dump_flags, read_flags
@@ -27,6 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("stacks", nargs="*", metavar="STACK", help="default: every stack of catalog/stacks/")
+    _patch_commands(
+        commands.add_parser("patches", help="list and check the patch series; make a patch; print a waiver")
+    )
     options = parser.parse_args(arguments)
     try:
         if options.command == "check":
@@ -35,12 +38,47 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{len(catalogue.stacks)} stacks, {tiers} tiers, {len(catalogue.patches)} patches: no problem found")
         elif options.command == "lock":
             lock(_stacks(options.stacks))
-        else:
+        elif options.command == "flags":
             flags(_stacks(options.stacks))
+        else:
+            return patches(options)
     except GpuwrightError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _patch_commands(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--offline", action="store_true", help="do not check the diffs against the pinned wheels")
+    actions = parser.add_subparsers(dest="action")
+    record = actions.add_parser("waiver", help="print the record that a benchmark authority asks for")
+    record.add_argument("id", metavar="ID")
+    new = actions.add_parser("new", help="make a patch from an edited copy of a distribution's file")
+    new.add_argument("--id", required=True, help="the entry's id, such as flashinfer-cuda-version-from-torch")
+    new.add_argument("--distribution", required=True, help="such as flashinfer-python")
+    new.add_argument("--file", required=True, help="its path in site-packages, such as flashinfer/jit/core.py")
+    new.add_argument("--edited", required=True, type=Path, help="the edited copy, of the file as it is now patched")
+    new.add_argument("--why", required=True, help="what goes wrong without it")
+    new.add_argument("--upstream", required=True, help="URL of the issue or change it stands for")
+    new.add_argument("--remove-when", required=True, help="when it is no longer needed")
+
+
+def patches(options: argparse.Namespace) -> int:
+    """List and check the series (1 when a diff does not make its post-image), print a waiver, or make a patch."""
+    catalogue = load_catalogue()
+    if options.action == "waiver":
+        print(series.waiver(series.find(catalogue, options.id)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        wheels = series.Wheels(_uv(), catalogue, Path(folder))
+        if options.action == "new":
+            fields = ("id", "distribution", "file", "edited", "why", "upstream", "remove_when")
+            new = series.NewPatch(**{name: getattr(options, name) for name in fields})
+            print(series.written_where(series.make(new, catalogue, wheels), new))
+            return 0
+        rows = series.check(catalogue, wheels, offline=options.offline)
+    print(series.listing(rows))
+    return 1 if any(row.problem for row in rows) else 0
 
 
 def _uv() -> Path:

@@ -2,8 +2,8 @@
 
 The real ModelOptFp4LinearMethod.apply and CompressedTensorsW4A4Fp4.apply_weights are compiled over fake CUDA tensors on
 a device that says it is of compute capability 12.0. One compilation must serve any number of rows, a second one row,
-since Dynamo specialises sizes 0 and 1. Shapes and dtypes must be those of the real kernel: values (m, k/2) uint8; scales
-uint8, (roundup(m, 128), k/16) swizzled and (m, k/16) plain.
+since Dynamo specialises sizes 0 and 1. Shapes and dtypes must be those of the real kernel: values (m, k/2) uint8;
+scales uint8, (roundup(m, 128), k/16) swizzled and (m, k/16) plain.
 """
 
 import os

@@ -191,7 +191,8 @@ def test_a_foreign_edit_stops_the_host_and_is_kept(lab: Lab) -> None:
     ours = lab.patched.read_bytes()
     lab.patched.write_bytes(ours + b"# an edit by hand\n")
     run = lab.deploy()
-    assert run.code == 1 and "is foreign and was left as it is" in run.said and PATCH.pre_sha256 in run.said
+    assert run.code == 1 and "is foreign and was left as it is" in run.said and PATCH.post_sha256 in run.said
+    assert "--- the file after flashinfer-cuda-version-from-torch" in run.said and "+# an edit by hand" in run.said
     assert lab.patched.read_bytes() == ours + b"# an edit by hand\n" and health(lab.port) == 200
     lab.patched.write_bytes(ours)
     assert ok(lab.deploy()).changed == []
@@ -209,8 +210,12 @@ def test_a_damaged_distribution_is_installed_anew(lab: Lab) -> None:
 def test_another_tier_replaces_the_server_and_all_its_children(lab: Lab) -> None:
     before = [lab.pid(), *children(lab.pid())]
     assert len(before) >= 3, "the scheduler and the detokenizer"
+    unused = lab.root / "cache" / "0123456789abcdef" / "flashinfer"
+    unused.mkdir(parents=True)
+    (used,) = [path.name for path in (lab.root / "cache").iterdir() if path.name != "0123456789abcdef"]
     run = ok(lab.deploy("--data", "tier=no-radix", "--data", "smoke=never"))
-    assert run.changed == [p.CONFIGURE, p.SERVER, p.RECORD]
+    assert run.changed == [p.CONFIGURE, p.SERVER, p.PRUNE, p.RECORD]
+    assert [path.name for path in (lab.root / "cache").iterdir()] == [used], "caches of other runtimes are pruned"
     assert not [pid for pid in before if alive(pid)]
     assert health(lab.port) == 200 and lab.record()["tier"] == "no-radix"
     log = (lab.root / "logs" / "sglang-server-no-radix.log").read_text()

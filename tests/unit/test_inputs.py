@@ -60,7 +60,7 @@ TIERS, SERIES, STACK = "catalog/tiers.yaml", "patches/series.yaml", "catalog/sta
         (SERIES, "pre_sha256: 1", "pre_sha256: X", "patches[0].pre_sha256: "),
         (SERIES, "versions: ==0.6.3", "versions: 0.6.3", "is not a version specifier, such as ==0.6.3"),
         (SERIES, "diff: flash", "diff: trash", "trashinfer-cuda-version-from-torch.diff is not in"),
-        (SERIES, "status: active", "status: rejected", "evidence: is missing: a rejected patch is kept for its evidence"),
+        (SERIES, "status: active", "status: rejected", "evidence: is missing: a rejected patch is kept for"),
         (SERIES, "text: torch is built", "txet: torch is built", "assumptions[0].txet: there is no such key"),
         (SERIES, "ladders: [glm5-nvfp4]", "ladders: [glm5]", 'there is no ladder "glm5"'),
         (SERIES, "value: -DCUTLASS", "value: -DUTLASS", "does not set FLASHINFER_EXTRA_CUDAFLAGS=-DUTLASS"),
