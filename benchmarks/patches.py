@@ -1,7 +1,7 @@
 """How long patching and checking take on an installed venv: benchmarks/patches.py [ROOT of a lab node].
 
 Apply and verify: the patched files of the venv, pristine, in a temporary site-packages; the node script brings them to
-the series and a second run verifies them, each including Python's start. Integrity: the observation as a deploy runs it,
+the series and a second run verifies them, each including the start of Python. Integrity: the observation of a deploy,
 and the same without hashing, on the real venv; the difference is what hashing every text file costs. Deep: the
 observation that reads everything, twice. Medians of five, but for the deep ones. Changes nothing in the venv.
 """
