@@ -48,7 +48,10 @@ def write_atomic(path, data, mode=0o644):
             os.fsync(handle.fileno())
         os.chmod(beside, mode if mode is not None else old.st_mode & 0o7777)
         if old is not None and (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-            os.chown(beside, old.st_uid, old.st_gid)
+            try:
+                os.chown(beside, old.st_uid, old.st_gid)
+            except PermissionError:
+                pass  # only root may give a file away; to an unprivileged owner the new file is as good as the old one
         if sha256_of(beside) != hashlib.sha256(data).hexdigest():
             raise OSError("what was written to %s does not read back the same: is the disk full or failing?" % beside)
         os.replace(beside, path)

@@ -6,12 +6,14 @@ import ast
 import base64
 import difflib
 import hashlib
+import itertools
 import json
 import os
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -217,20 +219,37 @@ def test_a_missing_file_is_named(site: Path) -> None:
     assert done.returncode == 1 and "module.py: No such file" in done.stdout
 
 
+NOBODY = 65534
+
+
+def run_unprivileged(folder: Path, request: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Run patch_files as a user who is not root, on a tree that is that user's."""
+    if os.geteuid() != 0:
+        return run("patch_files", request)
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    for parent in folder.parents:
+        if len(parent.parts) > 2:  # pytest's own folders, which are root's alone
+            parent.chmod(parent.stat().st_mode | 0o055)
+    command = ["/usr/bin/python3", "-I", "-u", "-"]  # one that any user may run
+    return subprocess.run(command, input=script("patch_files", request), capture_output=True, text=True, user=NOBODY)
+
+
+def test_an_unprivileged_owner_can_patch_and_put_back(site: Path) -> None:
+    module = site / "real" / "module.py"
+    module.write_bytes(ONE)
+    done = run_unprivileged(site, patch_request(site, CHAIN))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert module.read_bytes() == THREE
+    assert run_unprivileged(site, patch_request(site, [])).returncode == 0
+    assert module.read_bytes() == ONE
+
+
 def test_a_read_only_site_packages_gives_a_clear_error(site: Path) -> None:
     """As an unprivileged user, whom a folder's mode binds."""
     (site / "real" / "module.py").write_bytes(ONE)
-    (site / "real" / "module.py").chmod(0o644)
-    for path in (site, site / "originals"):
-        path.chmod(0o777)
     (site / "real").chmod(0o555)
-    for parent in site.parents:
-        if parent != Path("/tmp") and parent.stat().st_uid == os.geteuid() and len(parent.parts) > 2:
-            parent.chmod(parent.stat().st_mode | 0o055)
-    request = script("patch_files", patch_request(site, CHAIN))
-    user = {"user": 65534} if os.geteuid() == 0 else {}
-    python = "/usr/bin/python3" if os.geteuid() == 0 else sys.executable
-    done = subprocess.run([python, "-I", "-u", "-"], input=request, capture_output=True, text=True, **user)  # type: ignore[call-overload]
+    done = run_unprivileged(site, patch_request(site, CHAIN))
     (site / "real").chmod(0o755)
     assert done.returncode == 1
     assert "cannot be written (Permission denied): make site-packages writable for uid" in done.stdout, done.stderr
@@ -314,6 +333,33 @@ def test_apply_then_revert_is_the_identity(old: list[str], new: list[str], end_o
     apply = exact_applier()
     assert apply(a, unified(a, b).encode()) == b
     assert apply(apply(a, unified(a, b).encode()), unified(b, a).encode()) == a
+
+
+@given(st.lists(TEXT, min_size=2, max_size=4, unique_by=tuple))
+@settings(max_examples=25, deadline=None)
+def test_any_chain_applied_twice_is_applied_once_and_put_back_is_as_before(texts: list[list[str]]) -> None:
+    contents = [("\n".join(text) + "\n").encode() for text in texts]
+    contents = list(dict.fromkeys(contents))
+    if len(contents) < 2:
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "originals").mkdir()
+        (folder / "site").mkdir()
+        module = folder / "site" / "module.txt"
+        module.write_bytes(contents[0])
+        request = patch_request(folder, list(itertools.pairwise(contents)))
+        request["files"][0] |= {
+            "path": "module.txt",
+            "pristine": sha256(contents[0]),
+            "known": [*map(sha256, contents[1:])],
+        }
+        back = json.loads(json.dumps(request))
+        back["files"][0]["steps"] = []
+        assert run("patch_files", request).returncode == 0 and module.read_bytes() == contents[-1]
+        inode = module.stat().st_ino
+        assert run("patch_files", request).returncode == 0 and module.stat().st_ino == inode
+        assert run("patch_files", back).returncode == 0 and module.read_bytes() == contents[0]
 
 
 # --- keep_foreign
