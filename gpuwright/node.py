@@ -67,6 +67,7 @@ def observe(spec: NodeSpec) -> NodeCommand:
         "root": spec.paths.root,
         "venv": spec.paths.venv,
         "tools": spec.paths.tools,
+        "address": spec.address,
         "port": spec.data.port,
         "python": spec.data.python,
         "interpreter": spec.data.interpreter,
@@ -222,6 +223,7 @@ def run_server(spec: NodeSpec, actions: list[str], runs_on: dict[str, str]) -> l
     request = {
         "root": spec.paths.root,
         "actions": actions,
+        "address": spec.address,
         "port": spec.data.port,
         "script": spec.active_script.path,
         "log": spec.log,
@@ -253,6 +255,7 @@ def benchmark(spec: NodeSpec, run_id: str) -> NodeCommand:
     request = {
         "python": spec.python,
         "env": spec.environment(spec.tier),
+        "address": spec.address,
         "port": spec.data.port,
         "model": spec.model_path,
         "root": spec.paths.root,
@@ -264,7 +267,7 @@ def benchmark(spec: NodeSpec, run_id: str) -> NodeCommand:
             {
                 "concurrency": level.concurrency,
                 "about": level.about,
-                "argv": level.argv(spec.data.port, spec.model_path),
+                "argv": level.argv(spec.address, spec.data.port, spec.model_path),
             }
             for level in levels(spec.data.smoke_benchmark)
         ],

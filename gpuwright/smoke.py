@@ -33,10 +33,10 @@ class Level:
         """The level in words."""
         return f"{self.prompts} requests of {self.input_len} tokens in, {self.output_len} out"
 
-    def argv(self, port: int, model: str) -> list[str]:
+    def argv(self, address: str, port: int, model: str) -> list[str]:
         """Arguments of sglang.bench_serving: fixed lengths, one warm-up per concurrent request, an empty cache."""
         return [
-            "--backend", "sglang", "--host", "127.0.0.1", "--port", str(port), "--model", model, "--tokenizer", model,
+            "--backend", "sglang", "--host", address, "--port", str(port), "--model", model, "--tokenizer", model,
             "--dataset-name", "random-ids", "--random-range-ratio", "1.0",
             "--random-input-len", str(self.input_len), "--random-output-len", str(self.output_len),
             "--num-prompts", str(self.prompts), "--max-concurrency", str(self.concurrency),

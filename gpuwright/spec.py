@@ -166,6 +166,11 @@ class NodeSpec:
         return f"{self.paths.cache}/{self.runtime_digest[:16]}"
 
     @property
+    def address(self) -> str:
+        """Where the server is asked from the node itself: at `bind`, or on loopback when that means every address."""
+        return "127.0.0.1" if self.data.bind == "0.0.0.0" else self.data.bind  # noqa: S104
+
+    @property
     def model_path(self) -> str:
         """The model folder."""
         model = self.data.model
@@ -328,6 +333,15 @@ def build_spec(host: str, data: Mapping[str, Any], catalogue: Catalogue, sources
         raise InputErrors([InputError(sources.place("python"), "python", problem, hint=hint)])
     lock = read_lock(lock_path(stack, values.python))
     wanted = values.patches == "series"
+    patches = catalogue.patches_for(lock.versions) if wanted else ()
+    uncovered = catalogue.uncovered_for(lock.versions) if wanted else ()
+    lacking = [name for name in tier.patches if name not in {patch.id for patch in (*patches, *uncovered)}]
+    if lacking:
+        problem = f"tier {tier.name} needs {', '.join(lacking)}, which this node does not get"
+        hint = (
+            "leave `patches` at series, and the patch active" if not wanted else "make the patch active in series.yaml"
+        )
+        raise InputErrors([InputError(sources.place("patches" if not wanted else "tier"), "tier", problem, hint=hint)])
     return NodeSpec(
         host=host,
         data=values,
@@ -336,8 +350,8 @@ def build_spec(host: str, data: Mapping[str, Any], catalogue: Catalogue, sources
         tier=tier,
         lock=lock,
         tools_lock=read_lock(TOOLS_LOCK),
-        patches=catalogue.patches_for(lock.versions) if wanted else (),
-        uncovered=catalogue.uncovered_for(lock.versions) if wanted else (),
+        patches=patches,
+        uncovered=uncovered,
         series=catalogue.patches,
         settings=tuple(setting for setting in catalogue.settings if values.ladder in setting.ladders),
     )

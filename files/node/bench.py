@@ -1,6 +1,7 @@
 """Measure the running server with sglang.bench_serving, one level after another, and keep everything raw.
 
-REQUEST: python, env, port, model, root, run_id, timeout_s, levels [{"concurrency", "argv"}], prompts, prompt_tokens.
+REQUEST: python, env, address, port, model, root, run_id, timeout_s, levels [{"concurrency", "about", "argv"}], prompts,
+prompt_tokens.
 Answers with facts only, in results/raw/<run_id>/summary.json; what they are worth is judged elsewhere.
 """
 
@@ -19,7 +20,7 @@ def get(path, body=None, timeout=120):
     """The JSON the server answers, or {"error": ...}."""
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(
-        "http://127.0.0.1:%d%s" % (REQUEST["port"], path), data, {"Content-Type": "application/json"}
+        "http://%s:%d%s" % (REQUEST["address"], REQUEST["port"], path), data, {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:

@@ -109,9 +109,9 @@ def supervisor(socket_path):
     return api
 
 
-def http_status(port, path, timeout):
-    """The status of GET http://127.0.0.1:port/path, or None when nothing answers in `timeout` seconds."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+def http_status(path, timeout):
+    """The status of GET `path` from the server REQUEST speaks of, or None when nothing answers in `timeout` seconds."""
+    connection = http.client.HTTPConnection(REQUEST["address"], REQUEST["port"], timeout=timeout)
     try:
         connection.request("GET", path)
         return connection.getresponse().status

@@ -1,8 +1,8 @@
 """Answer, in one JSON, what a node is like. Reads only; never writes, not even a temporary file.
 
 The one exception is asked for: with `deep`, what was read is remembered in run/integrity.json.
-REQUEST says where to look: root, venv, tools, files, folders, commands, port, model, interpreter, patched, manifest,
-originals, deep.
+REQUEST says where to look: root, venv, tools, files, folders, commands, address, port, model, interpreter, patched,
+manifest, originals, deep.
 """
 
 import base64
@@ -210,7 +210,7 @@ def model(request):
     }
 
 
-def server(root, port):
+def server(root):
     record = read_json(os.path.join(root, "run", "server.json"))
     api = supervisor(os.path.join(root, "run", "supervisor.sock"))
     info = None
@@ -226,7 +226,7 @@ def server(root, port):
         "pid": pid,
         "record": record,
         "processes": server_processes(record),
-        "health": http_status(port, "/health", 10) if pid and record and record.get("ready_at") else None,
+        "health": http_status("/health", 10) if pid and record and record.get("ready_at") else None,
     }
 
 
@@ -279,7 +279,7 @@ def main():
         "stamps": {name: read_json(os.path.join(root, "run", "%s.json" % name)) for name in ("runtime", "patches")},
         "model": model(REQUEST["model"]),
         "port": port_holder(port),
-        "server": server(root, port),
+        "server": server(root),
         "caches": listing(os.path.join(root, "cache")),
         "state": read_json(os.path.join(root, "state.json")),
         "results": results(os.path.join(root, "results")),

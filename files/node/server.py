@@ -1,7 +1,7 @@
 """Start, stop and await the server that supervisor keeps, printing what happens as it happens.
 
-REQUEST: root, actions (of "stop", "start", "wait", in order), port, script, log, tier, runs_on, conf, deadline_s,
-seen and never (regular expressions over the log since this start).
+REQUEST: root, actions (of "stop", "start", "wait", "shut_down", in order), address, port, script, log, tier, runs_on, conf,
+deadline_s, seen and never (regular expressions over the log since this start).
 """
 
 import re
@@ -195,7 +195,7 @@ def wait():
             words = last_words(offset)
             stop(patience=5)
             fail("the server met a fatal error and did not end by itself%s" % words)
-        if http_status(REQUEST["port"], "/health", 5) == 200:
+        if http_status("/health", 5) == 200:
             break
         if elapsed > REQUEST["deadline_s"]:
             words = last_words(offset)
@@ -205,7 +205,7 @@ def wait():
             shown = elapsed
             say("%4d s of %d: %s" % (elapsed, REQUEST["deadline_s"], phase(text)))
         time.sleep(0.5)
-    if http_status(REQUEST["port"], "/health_generate", 60) != 200:
+    if http_status("/health_generate", 60) != 200:
         fail("the server answers /health, but does not generate%s" % last_words(offset))
     text = log_since(offset)
     missing = [pattern for pattern in REQUEST["seen"] if not re.search(pattern, text)]

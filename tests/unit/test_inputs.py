@@ -12,7 +12,7 @@ from gpuwright.catalogue import CATALOG, PATCHES, load_catalogue
 from gpuwright.errors import InputErrors, nearest
 from gpuwright.hostdata import Sources, read_host_data
 from gpuwright.spec import build_spec
-from tests.make import catalogue, group_data, lab_spec
+from tests.make import catalogue, gpu_spec, group_data, lab_spec
 
 
 def edited(tmp_path: Path, file: str, old: str, new: str) -> str:
@@ -151,6 +151,16 @@ def test_data_given_on_the_command_line_is_named_so() -> None:
 def test_a_python_that_became_a_number_is_explained() -> None:
     with pytest.raises(InputErrors, match=r"arrives as the number 3\.1\n"):
         lab_spec(python=3.10)
+
+
+def test_a_tier_whose_patches_are_left_out_is_refused() -> None:
+    with pytest.raises(InputErrors, match="tier piecewise needs flashinfer-cuda-version-from-torch, flashinfer-fp4"):
+        gpu_spec(tier="piecewise", patches="none")
+
+
+def test_the_server_is_asked_where_it_listens() -> None:
+    assert lab_spec().address == lab_spec(bind="0.0.0.0").address == "127.0.0.1"
+    assert lab_spec(bind="10.0.0.5").address == "10.0.0.5"
 
 
 def test_stages_may_be_written_with_commas() -> None:

@@ -101,7 +101,7 @@ def test_the_run_as_a_whole_is_judged(changed: dict[str, Any], rule: str) -> Non
 def test_levels_come_from_data() -> None:
     found = levels(Smoke(levels=[10, 1], prompts_per_concurrency=4, min_prompts=8, input_len=5, output_len=6))
     assert [(level.concurrency, level.prompts) for level in found] == [(1, 8), (10, 40)]
-    argv = found[1].argv(31000, "/m")
+    argv = found[1].argv("127.0.0.1", 31000, "/m")
     pairs = {
         "--max-concurrency": "10", "--num-prompts": "40", "--random-input-len": "5", "--random-output-len": "6",
         "--random-range-ratio": "1.0", "--warmup-requests": "10",
