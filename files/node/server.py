@@ -1,7 +1,7 @@
 """Start, stop and await the server that supervisor keeps, printing what happens as it happens.
 
-REQUEST: root, actions (of "stop", "start", "wait", "shut_down", in order), address, port, script, log, tier, runs_on, conf,
-deadline_s, seen and never (regular expressions over the log since this start).
+REQUEST: root, actions (of "stop", "start", "wait", "shut_down", in order), address, port, script, log, tier, runs_on,
+conf, deadline_s, seen and never (regular expressions over the log since this start).
 """
 
 import re
