@@ -210,6 +210,10 @@ def model(request):
     }
 
 
+# A loaded server may answer late, and must not be restarted for it; SGLang itself answers 503 after 20 s without a token.
+HEALTH_TIMEOUT_S = 25
+
+
 def server(root):
     record = read_json(os.path.join(root, "run", "server.json"))
     api = supervisor(os.path.join(root, "run", "supervisor.sock"))
@@ -226,7 +230,7 @@ def server(root):
         "pid": pid,
         "record": record,
         "processes": server_processes(record),
-        "health": http_status("/health", 10) if pid and record and record.get("ready_at") else None,
+        "health": http_status("/health", HEALTH_TIMEOUT_S) if pid and record and record.get("ready_at") else None,
     }
 
 
