@@ -210,7 +210,7 @@ def model(request):
     }
 
 
-# A loaded server may answer late, and must not be restarted for it; SGLang itself answers 503 after 20 s without a token.
+# A loaded server may answer late, and must not be restarted for it. SGLang answers 503 after 20 s without a token.
 HEALTH_TIMEOUT_S = 25
 
 
