@@ -157,24 +157,21 @@ def build_cuda_stub(spec: NodeSpec) -> list[NodeCommand]:
 
 def verify_runtime(spec: NodeSpec) -> list[NodeCommand]:
     """What must be true of the stack, run in the venv."""
-    request = {
-        "python": spec.python,
-        "env": spec.proof_env,
-        "proofs": spec.runtime_proofs,
-        "stamp": f"{spec.paths.run}/runtime.json",
-        "value": spec.runtime_stamp,
-    }
-    return [run_script("prove", request, spec=spec, streamed=True)]
+    return _prove(spec, "runtime", spec.runtime_proofs, spec.runtime_stamp)
 
 
 def probe_patches(spec: NodeSpec) -> list[NodeCommand]:
-    """The behaviour probes of the series, run in the venv."""
+    """What the series promises, run in the venv."""
+    return _prove(spec, "patches", spec.patch_proofs, spec.patches_stamp)
+
+
+def _prove(spec: NodeSpec, stage: str, proofs: list[dict[str, Any]], value: str) -> list[NodeCommand]:
     request = {
         "python": spec.python,
         "env": spec.proof_env,
-        "proofs": spec.patch_proofs,
-        "stamp": f"{spec.paths.run}/patches.json",
-        "value": spec.patches_stamp,
+        "proofs": proofs,
+        "stamp": f"{spec.paths.run}/{stage}.json",
+        "value": value,
     }
     return [run_script("prove", request, spec=spec, streamed=True)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import difflib
 import hashlib
 import itertools
 import json
@@ -21,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpuwright import series
 from gpuwright.hostdata import TinyModel
 from gpuwright.node import NODE_SCRIPTS, observe, script
 from gpuwright.patches import exact_applier
@@ -90,17 +90,7 @@ def patch_request(folder: Path, steps: list[tuple[bytes, bytes]], **changed: Any
 
 
 def unified(a: bytes, b: bytes) -> str:
-    """A unified diff as git and GNU diff write it, with the mark for a missing last newline."""
-    rows = []
-    for row in difflib.unified_diff(lines(a), lines(b), "a/module.py", "b/module.py"):
-        rows.append(row if row.endswith("\n") else row + "\n\\ No newline at end of file\n")
-    return "".join(rows)
-
-
-def lines(data: bytes) -> list[str]:
-    text = data.decode()
-    parts = text.split("\n")
-    return [part + "\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
+    return series.unified(a, b, "module.py")
 
 
 @pytest.fixture
