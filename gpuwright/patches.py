@@ -145,6 +145,12 @@ class Decision:
     action: Action
 
 
+def _made_for(spec: NodeSpec, path: str, version: str) -> bool:
+    """Whether an entry of the series, of any status, is made for this version of a file; True for a removed entry."""
+    entries = [patch for patch in spec.series if patch.file == path]
+    return not entries or any(patch.covers(version) for patch in entries)
+
+
 def decide(spec: NodeSpec, state: NodeState) -> list[Decision]:
     """What is to be done about each file of the series and the manifest, on a node with a venv."""
     versions = state.venv.distributions if state.venv else {}
@@ -152,7 +158,10 @@ def decide(spec: NodeSpec, state: NodeState) -> list[Decision]:
     for file in patched_files(spec, state.manifest):
         if file.distribution not in versions and not file.chain:
             continue  # its distribution is gone, and nothing is wanted of it
-        found = file.state(state.patched.get(file.path), versions.get(file.distribution))
+        version = versions.get(file.distribution)
+        found = file.state(state.patched.get(file.path), version)
+        if found is FileState.FOREIGN and not file.chain and version and not _made_for(spec, file.path, version):
+            continue  # of a version that no entry is made for: nothing is wanted of it, and its hash is not ours
         replace = spec.data.patches_foreign == "replace"
         action = file.action(found, original_kept=file.pristine in state.originals, replace=replace)
         decisions.append(Decision(file, found, action))

@@ -335,7 +335,7 @@ def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
     """What files/node/server.py must do on a node in `state`: nothing, wait, or stop, start and wait."""
     server = state.server
     record = server.record or {}
-    if server.pid is None or record.get("runs_on") != runs_on(spec, state):
+    if server.pid is None or server.pid != record.get("pid") or record.get("runs_on") != runs_on(spec, state):
         return ["stop", "start", "wait"]
     if not record.get("ready_at"):
         return ["wait"]
@@ -362,6 +362,8 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
         yield Change(SERVER, f"tier {tier}", "serving", status + strays)
     elif pending:
         yield Change(SERVER, f"restart tier {tier}, because of: {', '.join(pending)}")
+    elif record and server.pid != record.get("pid"):
+        yield Change(SERVER, f"tier {tier}", f"pid {record.get('pid')}, as started", f"pid {server.pid}, after a crash")
     elif record.get("runs_on") != (wanted := runs_on(spec, state)):
         then = record.get("runs_on") or {}
         changed = ", ".join(name for name in wanted if wanted[name] != then.get(name))

@@ -122,6 +122,26 @@ def test_a_version_that_upstream_has_fixed_is_proved_not_patched() -> None:
     assert [proof["id"] for proof in spec.patch_proofs] == [f"{patch.id} is fixed upstream" for patch in LAB.patches]
 
 
+@pytest.mark.parametrize("replacing", ["stop", "replace"])
+@pytest.mark.parametrize("manifest", [{}, SETTLED.manifest], ids=["fresh", "upgraded"])
+def test_an_upgraded_distributions_own_file_is_not_foreign(manifest: dict[str, dict[str, str]], replacing: str) -> None:
+    """0.6.12's genuine files have hashes the series does not know; no patch is wanted of them."""
+    assert SETTLED.venv is not None
+    versions = {**LAB.lock.versions, "flashinfer-python": "0.6.12"}
+    spec = lab_spec(patches_foreign=replacing)
+    lock = replace(spec.lock, versions=versions)
+    spec = replace(spec, lock=lock, patches=(), uncovered=catalogue().uncovered_for(versions))
+    venv = SETTLED.venv.model_copy(update={"distributions": versions})
+    theirs = {path: seen("7" * 64) for path in SETTLED.patched}
+    state = SETTLED.model_copy(update={"venv": venv, "patched": theirs, "manifest": manifest})
+    assert steps(spec, state) == []
+
+
+def test_without_patches_an_edit_of_a_covered_version_still_stops() -> None:
+    (change,) = steps(lab_spec(patches="none"), with_patched(FIRST.file, "9" * 64))[:1]
+    assert "is foreign" in change
+
+
 def test_a_patch_of_a_distribution_the_stack_has_not_is_left_out() -> None:
     versions = {name: version for name, version in LAB.lock.versions.items() if name != "flashinfer-python"}
     assert catalogue().patches_for(versions) == catalogue().uncovered_for(versions) == ()

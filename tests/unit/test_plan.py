@@ -124,6 +124,7 @@ DIFFERENCES: dict[str, tuple[NodeState, list[str]]] = {
     "the server is not running": (with_server(pid=None, status="EXITED", health=None), [p.SERVER]),
     "the server does not answer": (with_server(health=503), [p.SERVER]),
     "the server has no record": (with_server(record=None), [p.SERVER]),
+    "supervisor has restarted the server by itself": (with_server(pid=200), [p.SERVER]),
     "the server is still loading": (with_record(ready_at=None), [p.SERVER]),
     "the server was started on other content": (with_record(runs_on={"runtime": "x"}), [p.SERVER]),
     "the cache of an old runtime is there": (
@@ -154,6 +155,7 @@ def test_what_the_server_must_do() -> None:
     assert server_actions(LAB, with_record(ready_at=None)) == ["wait"]
     assert server_actions(LAB, with_record(runs_on={})) == ["stop", "start", "wait"]
     assert server_actions(LAB, with_server(health=None)) == ["stop", "start", "wait"]
+    assert server_actions(LAB, with_server(pid=200)) == ["stop", "start", "wait"]
     assert server_actions(LAB, with_server(pid=None)) == ["stop", "start", "wait"]
 
 
