@@ -118,10 +118,6 @@ class Ladder(Row):
     env: dict[EnvName, str] = {}
     tiers: list[Tier] = Field(min_length=1)
 
-    def tier(self, name: str) -> Tier | None:
-        """The tier of that name."""
-        return next((tier for tier in self.tiers if tier.name == name), None)
-
 
 class Tiers(Row):
     """catalog/tiers.yaml."""

@@ -178,36 +178,37 @@ def _prove(spec: NodeSpec, stage: str, proofs: list[dict[str, Any]], value: str)
 
 def apply_patches(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
     """Bring every file of the series to its target: keep copies, install distributions anew, patch, put back."""
-    decisions = [each for each in decide(spec, state) if each.action is not Action.NOTHING]
+    decisions = decide(spec, state)
     replaced = [each for each in decisions if each.action is Action.REPLACE]
     anew = sorted({each.file.distribution for each in decisions if each.action in (Action.REPLACE, Action.REINSTALL)})
     commands = [keep_foreign(spec, state, replaced)] if replaced else []
     if anew:
         commands.append(_sync(spec, anew))
-    files = [
-        each.file.request()
-        for each in decide(spec, state)
+    affected = [
+        each
+        for each in decisions
         if each.action is not Action.NOTHING or (each.file.chain and each.file.distribution in anew)
     ]
     request = {
-        "site": state.venv.site if state.venv else spec.paths.venv,
-        "originals": spec.paths.originals,
+        **_patch_request(spec, state, affected),
         "manifest": spec.paths.manifest,
         "stamp": f"{spec.paths.run}/patches.json",
-        "files": files,
     }
     return [*commands, run_script("patch_files", request, spec=spec, streamed=True)]
 
 
 def keep_foreign(spec: NodeSpec, state: NodeState, decisions: list[Decision]) -> NodeCommand:
     """Keep a copy of foreign files and show what was changed in them."""
-    request = {
+    request = {**_patch_request(spec, state, decisions), "foreign": spec.paths.foreign}
+    return run_script("keep_foreign", request, spec=spec, streamed=True)
+
+
+def _patch_request(spec: NodeSpec, state: NodeState, decisions: list[Decision]) -> dict[str, Any]:
+    return {
         "site": state.venv.site if state.venv else spec.paths.venv,
         "originals": spec.paths.originals,
-        "foreign": spec.paths.foreign,
         "files": [each.file.request() for each in decisions],
     }
-    return run_script("keep_foreign", request, spec=spec, streamed=True)
 
 
 def make_tiny_model(spec: NodeSpec) -> list[NodeCommand]:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gpuwright.smoke import Judged, judge, judge_run, levels
+from gpuwright.smoke import judge, judge_run, levels
 from gpuwright.spec import NodeSpec
 
 RECORD_VERSION = 1
 
 
-def make_record(
-    spec: NodeSpec, summary: dict[str, Any], run_id: str, revision: str
-) -> tuple[dict[str, Any], list[Judged]]:
-    """The record of a run, and its judged levels. `verdict` is accepted only when no rule at all is broken."""
+def make_record(spec: NodeSpec, summary: dict[str, Any], run_id: str, revision: str) -> dict[str, Any]:
+    """The record of a run, its levels judged. `verdict` is accepted only when no rule at all is broken."""
     judged = [
         judge(level, run, summary["max_total_num_tokens"])
         for level, run in zip(levels(spec.data.smoke_benchmark), summary["levels"], strict=True)
     ]
     broken = judge_run(summary)
     accepted = not broken and all(level.accepted for level in judged)
-    record = {
+    return {
         "version": RECORD_VERSION,
         "run": run_id,
         "verdict": "accepted" if accepted else "rejected",
@@ -57,7 +55,6 @@ def make_record(
             for one, run in zip(judged, summary["levels"], strict=True)
         ],
     }
-    return record, judged
 
 
 _TOLD = ("sglang", "torch", "flashinfer-python", "sgl-kernel", "transformers", "triton", "nvidia-nccl-cu12")

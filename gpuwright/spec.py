@@ -145,11 +145,17 @@ class NodeSpec:
         """Over the ordered post-images."""
         return digest([[patch.file, patch.post_sha256] for patch in self.patches])
 
+    @property
+    def compiler_flags(self) -> dict[str, str]:
+        """The ladder's environment that changes what flashinfer compiles."""
+        return {name: self.ladder.env[name] for name in COMPILER_FLAGS if name in self.ladder.env}
+
     @cached_property
     def runtime_digest(self) -> str:
         """Over what compiled kernels depend on: lock, Python, patch set, compiler flags, the CUDA toolkit's place."""
-        flags = {name: self.ladder.env[name] for name in COMPILER_FLAGS if name in self.ladder.env}
-        inputs = [self.lock.sha256, self.data.python, self.patch_set_digest, flags, self.data.cuda_home]
+        inputs = [
+            self.lock.sha256, self.data.python, self.patch_set_digest, self.compiler_flags, self.data.cuda_home,
+        ]  # fmt: skip
         return digest(inputs)
 
     @cached_property
@@ -286,9 +292,8 @@ class NodeSpec:
     @property
     def proof_env(self) -> dict[str, str]:
         """Environment of proofs: what importing the engine needs, the toolkit, and the ladder's compiler flags."""
-        compiler = {name: self.ladder.env[name] for name in COMPILER_FLAGS if name in self.ladder.env}
         home = {"CUDA_HOME": self.data.cuda_home} if self.data.cuda_home else {}
-        return {**self.model_env, **home, **compiler}
+        return {**self.model_env, **home, **self.compiler_flags}
 
     @cached_property
     def runtime_stamp(self) -> str:

@@ -41,7 +41,7 @@ def measure(state: State, host: Host, spec: NodeSpec) -> bool:
     fetched, text = run(host, node.read_summary(spec, run_id))
     if not fetched:
         return False
-    record, _ = make_record(spec, json.loads(text), run_id, revision())
+    record = make_record(spec, json.loads(text), run_id, revision())
     name = f"{run_id}.json"
     kept, _ = run(host, node.write_files(spec, [NodeFile(f"{spec.paths.results}/{name}", dump(record))]))
     if not kept:

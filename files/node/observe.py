@@ -70,11 +70,8 @@ def hash_files(site, paths):
             found = {}
             for path in paths[number::jobs]:
                 try:
-                    digest = hashlib.sha256()
-                    with open(os.path.join(site, path), "rb") as handle:
-                        for block in iter(lambda: handle.read(1 << 20), b""):
-                            digest.update(block)
-                    found[path] = base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
+                    digest = bytes.fromhex(sha256_of(os.path.join(site, path)))
+                    found[path] = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
                 except OSError:
                     found[path] = None
             with os.fdopen(writer, "wb") as out:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -67,6 +68,17 @@ class Run:
         """The operations a dry run would run."""
         assert self.answer is not None, self.said
         return [op["name"] for op in self.answer["plan"] if op["hosts_with_change"]]
+
+
+def ok(run: Run) -> Run:
+    """The run, after checking that it ended well."""
+    assert run.code == 0, run.said
+    return run
+
+
+def sha256(path: Path) -> str:
+    """The sha256 of a file, in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Lab:

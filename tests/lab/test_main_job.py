@@ -5,7 +5,6 @@ The tests share one node and build on each other, in the order of this file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from gpuwright import plan as p
 from gpuwright.catalogue import PATCHES, flags_path
 from gpuwright.flags import load_flags, read_flags
 from gpuwright.lockfile import lock_path, read_lock
-from tests.lab.conftest import Lab, Run, alive, children
+from tests.lab.conftest import Lab, alive, children, ok, sha256
 from tests.make import catalogue
 
 PATCH = catalogue().patches[0]
@@ -32,18 +31,9 @@ PRISTINE_RUN = [p.FOLDERS, p.TOOLS, p.VENV, p.SYNC, p.STUB, p.VERIFY, p.APPLY, p
                 p.CONFIGURE, p.SERVER, p.RECORD, p.SMOKE]  # fmt: skip
 
 
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def health(port: int) -> int:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as response:
         return int(response.status)
-
-
-def ok(run: Run) -> Run:
-    assert run.code == 0, run.said
-    return run
 
 
 def test_a_dry_run_on_nothing_prints_the_whole_plan_and_changes_nothing(lab: Lab) -> None:

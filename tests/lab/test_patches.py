@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -17,22 +16,13 @@ from gpuwright.catalogue import PATCHES, load_catalogue
 from gpuwright.errors import GpuwrightError
 from gpuwright.patches import exact_applier, read_diff
 from gpuwright.series import NewPatch, Wheels, check, make
-from tests.lab.conftest import PYINFRA, Lab, Run
+from tests.lab.conftest import PYINFRA, Lab, ok, sha256
 from tests.make import catalogue
 
 FIRST, OPAQUE, REJECTED = catalogue().patches
 FILES = {patch.file: patch for patch in (FIRST, OPAQUE)}
 PROBE = (PATCHES / OPAQUE.probe).read_text()
 STAGES = ("--data", "stages=preflight,system,runtime,patches")
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def ok(run: Run) -> Run:
-    assert run.code == 0, run.said
-    return run
 
 
 @pytest.fixture(scope="module")

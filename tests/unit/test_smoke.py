@@ -113,7 +113,7 @@ def record_of(edit: Callable[[list[dict[str, Any]]], None]) -> tuple[dict[str, A
     spec = lab_spec(smoke_benchmark={"levels": [2], "prompts_per_concurrency": 2, "min_prompts": 4, "output_len": 8})
     runs = [bench()]
     edit(runs)
-    record, _ = make_record(spec, summary(levels=runs), "run-1", "abc")
+    record = make_record(spec, summary(levels=runs), "run-1", "abc")
     return record, table(record)
 
 
