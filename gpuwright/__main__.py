@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from gpuwright import REPOSITORY, series
+from gpuwright import REPOSITORY, diagnose, series, tiers
 from gpuwright.catalogue import Stack, flags_path, load_catalogue
 from gpuwright.errors import GpuwrightError, nearest
 from gpuwright.flags import dump_flags, read_flags
@@ -17,7 +18,7 @@ from gpuwright.yamlfile import load_yaml, shown
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Returns 0, or 1 with the reason on stderr."""
+    """Run one command. Returns 0, 1 with the reason on stderr, or 2 where a command says so."""
     parser = argparse.ArgumentParser(prog="python -m gpuwright", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="read and cross-check the whole catalogue")
@@ -27,6 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("stacks", nargs="*", metavar="STACK", help="default: every stack of catalog/stacks/")
+    _tier_commands(commands.add_parser("tiers", help="print the ladders; compare two tiers; render a launch script"))
+    command = commands.add_parser("diagnose", help="say why a server ended, by its log")
+    command.add_argument("log", metavar="LOGFILE", help="any log of an SGLang server; - for stdin")
+    command.add_argument("--json", action="store_true", help="print JSON")
     _patch_commands(
         commands.add_parser("patches", help="list and check the patch series; make a patch; print a waiver")
     )
@@ -34,18 +39,74 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "check":
             catalogue = load_catalogue()
-            tiers = sum(len(ladder.tiers) for ladder in catalogue.ladders.values())
-            print(f"{len(catalogue.stacks)} stacks, {tiers} tiers, {len(catalogue.patches)} patches: no problem found")
+            counts = {
+                "stacks": len(catalogue.stacks),
+                "tiers": sum(len(ladder.tiers) for ladder in catalogue.ladders.values()),
+                "rules": len(catalogue.rules),
+                "patches": len(catalogue.patches),
+                "signatures": len(catalogue.signatures.signatures),
+            }
+            print(", ".join(f"{count} {name}" for name, count in counts.items()) + ": no problem found")
         elif options.command == "lock":
             lock(_stacks(options.stacks))
         elif options.command == "flags":
             flags(_stacks(options.stacks))
+        elif options.command == "tiers":
+            print(tiers_command(options), end="" if options.action == "render" else "\n")
+        elif options.command == "diagnose":
+            return diagnose_command(options)
         else:
             return patches(options)
     except GpuwrightError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _tier_commands(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ladder", help="print this ladder alone")
+    parser.set_defaults(group="gpu")
+    actions = parser.add_subparsers(dest="action")
+    diff = actions.add_parser("diff", help="what changes from tier A to tier B")
+    diff.add_argument("one", metavar="A")
+    diff.add_argument("other", metavar="B")
+    render = actions.add_parser("render", help="print a tier's launch script as a node would get it")
+    render.add_argument("tier", metavar="TIER")
+    render.add_argument("--unit", action="store_true", help="print its systemd unit instead")
+    for action in (diff, render):
+        action.add_argument("--group", default="gpu", help="whose group_data, and so which ladder (default: gpu)")
+        action.add_argument(
+            "--members", default="", help="for a cluster: the addresses of its hosts, by rank, with commas"
+        )
+        action.add_argument("--rank", type=int, default=0, help="which of them (default: 0)")
+
+
+def tiers_command(options: argparse.Namespace) -> str:
+    """The ladders, the difference of two tiers, or a rendered file."""
+    catalogue = load_catalogue()
+    if options.action is None:
+        return tiers.listing(catalogue, options.ladder)
+    members = [member for member in options.members.split(",") if member]
+    if options.action == "render":
+        spec = tiers.spec_of(catalogue, options.group, options.tier, members, options.rank)
+        return (spec.systemd_files[0] if options.unit else spec.active_script).text
+    one, other = (
+        tiers.spec_of(catalogue, options.group, name, members, options.rank) for name in (options.one, options.other)
+    )
+    return tiers.difference(one.ladder, one.tier, other.tier, one.data.ready_timeout_s)
+
+
+def diagnose_command(options: argparse.Namespace) -> int:
+    """Print why a server ended. Returns 0, or 2 when it crashed and the cause is not known."""
+    try:
+        data = sys.stdin.buffer.read() if options.log == "-" else Path(options.log).read_bytes()
+    except OSError as error:
+        raise GpuwrightError(f"{options.log} cannot be read: {error.strerror}") from None
+    log = data.decode("utf-8", "replace")
+    found = diagnose.diagnose(log, load_catalogue().signatures)
+    answer = diagnose.as_json(found, options.log)
+    print(json.dumps(answer, indent=1) if options.json else diagnose.report(found, options.log))
+    return 2 if found.verdict == "unknown" else 0
 
 
 def _patch_commands(parser: argparse.ArgumentParser) -> None:

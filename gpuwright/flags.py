@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gpuwright import REPOSITORY
 from gpuwright.errors import nearest
+from gpuwright.node_module import node_module
+
+READER = REPOSITORY / "files" / "node" / "engine_flags.py"
 
 ArgValue = bool | int | float | str | list[Any]
 
@@ -25,54 +29,26 @@ class Flag:
 
 
 def read_flags(source: str) -> dict[str, Flag]:
-    """Every `--flag` that `source` (the text of sglang/srt/server_args.py) defines, by each of its names.
-
-    Choices written as a module constant are followed; ones computed any other way are left open. Only
-    `add_argument` calls are looked at, so what the parser accepts by abbreviation is not listed.
-    """
-    tree = ast.parse(source)
-    constants: dict[str, Any] = {}
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            try:
-                constants[statement.targets[0].id] = ast.literal_eval(statement.value)
-            except ValueError:
-                continue
-    flags: dict[str, Flag] = {}
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
-            for flag in _flags_of(call, constants):
-                flags[flag.name] = flag
-    return dict(sorted(flags.items()))
+    """Every `--flag` that `source` (the text of sglang/srt/server_args.py) defines, by each of its names."""
+    return {name: _flag(row) for name, row in node_module("engine_flags").read_flags(source).items()}
 
 
-def _flags_of(call: ast.Call, constants: dict[str, Any]) -> list[Flag]:
-    names = [a.value for a in call.args if isinstance(a, ast.Constant) and str(a.value).startswith("--")]
-    keywords = {k.arg: k.value for k in call.keywords if k.arg}
-    action = ast.unparse(keywords["action"]).strip("'\"") if "action" in keywords else "store"
-    kind = ast.unparse(keywords["type"]) if "type" in keywords else "str"
-    kind = {"json.loads": "json", "json_list_type": "json"}.get(kind, kind)
-    choices = keywords.get("choices")
-    allowed: Any = ()
-    if isinstance(choices, ast.Name):
-        allowed = constants.get(choices.id, ())
-    elif choices is not None:
-        try:
-            allowed = ast.literal_eval(choices)
-        except ValueError:
-            allowed = ()
-    return [
-        Flag(
-            name=str(name).removeprefix("--"),
-            type=kind if kind in ("str", "int", "float", "json") else "str",
-            switch=action in ("store_true", "store_false"),
-            many="nargs" in keywords or action in ("append", "LoRAPathAction"),
-            choices=tuple(
-                str(choice) for choice in (sorted(allowed) if isinstance(allowed, set) else allowed) if choice
-            ),
-        )
-        for name in names
-    ]
+def _flag(row: dict[str, Any]) -> Flag:
+    return Flag(**{**row, "choices": tuple(row["choices"])})
+
+
+def installed_proof(engine: str, flags: Mapping[str, Flag], recorded: str) -> str:
+    """Code that ends with exit code 0 in a venv whose engine defines exactly `flags`; `recorded` names their file."""
+    rows = json.dumps({name: asdict(flag) for name, flag in flags.items()})
+    return f"""{READER.read_text(encoding="utf-8")}
+import importlib.util, json, pathlib, sys
+source = pathlib.Path(importlib.util.find_spec({engine!r}).submodule_search_locations[0], "srt", "server_args.py")
+found, recorded = read_flags(source.read_text(encoding="utf-8")), json.loads({rows!r})
+differ = sorted(name for name in found.keys() | recorded.keys() if found.get(name) != recorded.get(name))
+if differ:
+    sys.exit("%s defines other arguments than {recorded}: --%s\\n    -> make flags, if the installed engine is the "
+             "right one; the tiers were checked against that file" % (source, ", --".join(differ[:8])))
+"""
 
 
 def dump_flags(engine: str, version: str, flags: dict[str, Flag]) -> str:
@@ -84,10 +60,10 @@ def dump_flags(engine: str, version: str, flags: dict[str, Flag]) -> str:
 def load_flags(path: Path) -> dict[str, Flag]:
     """Read a file that dump_flags wrote."""
     rows = json.loads(path.read_text(encoding="utf-8"))["flags"]
-    return {row["name"]: Flag(**{**row, "choices": tuple(row["choices"])}) for row in rows}
+    return {row["name"]: _flag(row) for row in rows}
 
 
-def problem_with(flags: dict[str, Flag], name: str, value: ArgValue) -> tuple[str, str] | None:
+def problem_with(flags: Mapping[str, Flag], name: str, value: ArgValue) -> tuple[str, str] | None:
     """What is wrong with `--name value` as written in YAML, as (problem, hint), or None when it is right."""
     flag = flags.get(name)
     if flag is None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from gpuwright.errors import InputError, InputErrors, Place, nearest
+from gpuwright.fields import EnvName
 from gpuwright.yamlfile import Loc, Row, describe, dotted, fields_at, shown
 
 STAGES = ("preflight", "system", "runtime", "patches", "model", "launchers", "service", "smoke")
@@ -19,14 +20,13 @@ STAGES = ("preflight", "system", "runtime", "patches", "model", "launchers", "se
 def _node_path(path: str) -> str:
     if not path.startswith("/"):
         raise ValueError("is not an absolute path")
-    if any(ord(c) < 32 or c in "\"'`$%;\\" for c in path):
+    if any(ord(c) < 32 or c in "\"'`$%;:\\" for c in path):
         raise ValueError(
-            "holds a quote, a control character or one of $ % ; ` \\, which supervisor's file cannot carry"
+            "holds a quote, a control character or one of $ % ; : ` \\, which PATH or supervisor's file cannot carry"
         )
     return posixpath.normpath(path)
 
 
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 NodePath = Annotated[str, AfterValidator(_node_path)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -62,6 +62,28 @@ class Smoke(Row):
     timeout_s: int = Field(default=1800, ge=10)
 
 
+class Cluster(Row):
+    """Several hosts that serve one model together: those of an inventory group, ranked in the order it lists them.
+
+    `port`: where rank 0 listens for the others (torch.distributed); they reach it at its `cluster_address`.
+    """
+
+    group: str
+    port: Port = 20000
+
+
+def _secret_source(text: str) -> str:
+    kind, _, rest = text.partition(":")
+    if kind not in ("env", "file") or not rest:
+        raise ValueError("is not env:NAME or file:PATH, of the machine that runs pyinfra")
+    return text
+
+
+SECRET_ARGS = ("api-key", "admin-api-key")
+SecretSource = Annotated[str, AfterValidator(_secret_source)]
+SecretName = Annotated[str, Field(pattern=r"^(api-key|admin-api-key|[A-Z_][A-Z0-9_]*)$")]
+
+
 class HostData(Row):
     """Every value a group may set; group_data/all.py holds the defaults with a comment each."""
 
@@ -79,6 +101,12 @@ class HostData(Row):
     model: Annotated[TinyModel | FolderModel, Field(discriminator="kind")]
     bind: str = "127.0.0.1"
     port: Port
+    supervisor: Literal["auto", "systemd", "supervisor"] = "auto"
+    unit: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$")] = "sglang-server"
+    cluster: Cluster | None = None
+    cluster_address: str | None = None
+    secrets: dict[SecretName, SecretSource] = {}
+    allow_blocked: bool = False
     ready_timeout_s: int = Field(ge=10)
     min_memory_gib: float = Field(ge=0)
     min_free_disk_gib: float = Field(ge=0)

@@ -59,22 +59,28 @@ PYTHON = "python3 -I -u -"
 
 def observe(spec: NodeSpec) -> NodeCommand:
     """One reading of everything the plan needs."""
-    files: list[NodeFile] = [*spec.scripts, spec.supervisor_conf]
+    files: list[NodeFile] = [*spec.scripts, *spec.service_files]
     if spec.cuda_stub_source:
         files.append(spec.cuda_stub_source)
     paths = [file.path for file in files] + [spec.paths.lock_copy, spec.paths.cuda_stub]
+    paths += [spec.paths.secrets_file, spec.paths.secrets_env]
     request = {
         "root": spec.paths.root,
         "venv": spec.paths.venv,
         "tools": spec.paths.tools,
         "address": spec.address,
         "port": spec.data.port,
+        "unit": spec.data.unit,
         "python": spec.data.python,
         "interpreter": spec.data.interpreter,
-        "commands": ["bash", "cc", "flock", "sh"],
+        "commands": ["bash", "cc", "flock", "logrotate", "sh"],
         "folders": list(spec.paths.folders),
         "files": paths,
-        "model": {"path": spec.model_path, "hash": spec.tiny_model is not None},
+        "model": {
+            "path": spec.model_path,
+            "hash": spec.tiny_model is not None,
+            "tensors": [spec.tier.needs.model_tensor] if spec.tier.needs.model_tensor else [],
+        },
         "patched": sorted({patch.file for patch in spec.series}),
         "manifest": spec.paths.manifest,
         "originals": spec.paths.originals,
@@ -216,11 +222,15 @@ def make_tiny_model(spec: NodeSpec) -> list[NodeCommand]:
     return [run_script("tiny_model", {"path": spec.model_path, "model": spec.tiny_model}, spec=spec)]
 
 
-def run_server(spec: NodeSpec, actions: list[str], runs_on: dict[str, str]) -> list[NodeCommand]:
-    """Stop, start or await the server."""
+def run_server(spec: NodeSpec, actions: list[str], runs_on: dict[str, str], manager: str) -> NodeCommand:
+    """Stop, start or await the server, or go back to the one before it."""
+    shown = spec.ladder.shown_by(spec.tier)
+    service = spec.systemd_files if manager == "systemd" else (spec.supervisor_conf,)
     request = {
         "root": spec.paths.root,
         "actions": actions,
+        "manager": manager,
+        "unit": spec.data.unit,
         "address": spec.address,
         "port": spec.data.port,
         "script": spec.active_script.path,
@@ -228,11 +238,18 @@ def run_server(spec: NodeSpec, actions: list[str], runs_on: dict[str, str]) -> l
         "tier": spec.tier.name,
         "runs_on": runs_on,
         "conf": spec.paths.supervisor_conf,
-        "deadline_s": spec.data.ready_timeout_s,
-        "seen": spec.tier.took_effect.seen,
-        "never": spec.tier.took_effect.never,
+        "files": [spec.active_script.path, *(file.path for file in service)],
+        "deadline_s": spec.deadline_s(spec.tier),
+        "seen": [] if spec.rank else shown.seen,  # SGLang logs most of them on its first rank alone
+        "never": shown.never,
+        "phases": [[phase.pattern, phase.words] for phase in spec.signatures.phases],
     }
-    return [run_script("server", request, spec=spec, streamed=True)]
+    return run_script("server", request, spec=spec, streamed=True)
+
+
+def read_failure(spec: NodeSpec) -> NodeCommand:
+    """Fetch what `run_server` left of a start that failed: what was said of it, and its part of the log."""
+    return run_script("failure", {"root": spec.paths.root, "most_bytes": 4 << 20})
 
 
 def prune_caches(spec: NodeSpec, names: list[str]) -> list[NodeCommand]:

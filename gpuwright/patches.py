@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import Any
 
-from gpuwright import REPOSITORY
 from gpuwright.catalogue import PATCHES, Patch
+from gpuwright.node_module import node_module
 from gpuwright.spec import NodeSpec
 from gpuwright.state import NodeState, SeenFile
 
@@ -168,12 +166,7 @@ def decide(spec: NodeSpec, state: NodeState) -> list[Decision]:
     return decisions
 
 
-@cache
 def exact_applier() -> Callable[[bytes, bytes], bytes]:
     """`apply_diff` of files/node/unidiff.py: the very code that runs on a node."""
-    spec = importlib.util.spec_from_file_location("unidiff", REPOSITORY / "files" / "node" / "unidiff.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    applier: Callable[[bytes, bytes], bytes] = module.apply_diff
+    applier: Callable[[bytes, bytes], bytes] = node_module("unidiff").apply_diff
     return applier

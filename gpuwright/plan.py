@@ -82,7 +82,7 @@ def _has(changes: list[Change], *steps: str) -> bool:
 
 
 def _preflight(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
-    found = problems(spec, state, installed=not _differences(spec, state))
+    found = problems(spec, state, installed=not _differences(spec, state), manager=manager(spec, state))
     if found:
         yield Change(PREFLIGHT, report(found), blocked=True)
 
@@ -175,7 +175,7 @@ def _stub(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Ch
 
 
 def _verify(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
-    ids = ", ".join(truth.id for truth in spec.stack.must_be_true)
+    ids = ", ".join(proof["id"] for proof in spec.runtime_proofs)
     if _has(before, VENV, SYNC, STUB):
         yield Change(VERIFY, f"{ids}: the runtime changes")
     elif (state.stamps.get("runtime") or {}).get("value") != spec.runtime_stamp:
@@ -272,6 +272,9 @@ def folder_problem(spec: NodeSpec, state: NodeState) -> str | None:
         return f"the model folder {path} does not exist{remedy}"
     if seen.model_type is None:
         return f"{path}/config.json is absent or names no model_type{remedy}"
+    if seen.model_type != spec.ladder.model_type:
+        wanted = f"ladder {spec.data.ladder} is for {spec.ladder.model_type}"
+        return f"{path}/config.json is of a {seen.model_type}, and {wanted}{remedy}, or another `ladder`"
     if seen.shards is None:
         weights = [name for name in seen.files if name.endswith(".safetensors")]
         return None if weights else f"{path} holds neither model.safetensors.index.json nor any .safetensors{remedy}"
@@ -279,24 +282,56 @@ def folder_problem(spec: NodeSpec, state: NodeState) -> str | None:
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         return f"{path} lacks {len(missing)} of {len(seen.shards)} shards: {', '.join(missing[:3])}{more}{remedy}"
+    tensor = spec.tier.needs.model_tensor
+    if tensor and not seen.tensors.get(tensor):
+        return (
+            f"tier {spec.tier.name} needs a checkpoint with {tensor}*, which {path}/model.safetensors.index.json does "
+            f"not list{remedy}, or another `tier`"
+        )
     return None
 
 
 def _launchers(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     yield from _file_changes(LAUNCHERS, spec.scripts, state)
+    for change in _file_changes(LAUNCHERS, spec.secret_files, state):
+        yield Change(LAUNCHERS, change.what, "the secrets of this machine, mode 0600", "absent or others")
     for path in stale_scripts(spec, state):
-        yield Change(LAUNCHERS, path, "absent", "a script of no tier of this ladder")
+        yield Change(LAUNCHERS, path, "absent", "a file of no tier of this ladder")
 
 
 def stale_scripts(spec: NodeSpec, state: NodeState) -> list[str]:
-    """Launch scripts on the node that no tier of the ladder has."""
-    declared = {file.path for file in spec.scripts}
+    """Launch scripts on the node that no tier of the ladder has, and secrets that are no longer declared."""
+    declared = {file.path for file in (*spec.scripts, *spec.secret_files)}
     paths = [f"{spec.paths.launch}/{name}" for name in state.launch_scripts]
+    paths += [path for path in (spec.paths.secrets_file, spec.paths.secrets_env) if state.files.get(path)]
     return [path for path in paths if path not in declared]
 
 
+def manager(spec: NodeSpec, state: NodeState) -> str:
+    """Who keeps the server on this node: `systemd` where PID 1 is systemd and we may ask it, else `supervisor`."""
+    if spec.data.supervisor != "auto":
+        return spec.data.supervisor
+    return "systemd" if state.systemd and state.uid == 0 else "supervisor"
+
+
+def manager_files(spec: NodeSpec, state: NodeState) -> tuple[NodeFile, ...]:
+    """What the node's supervisor is configured by."""
+    return spec.systemd_files if manager(spec, state) == "systemd" else (spec.supervisor_conf,)
+
+
+def stale_manager_files(spec: NodeSpec, state: NodeState) -> list[str]:
+    """Configuration of ours for the supervisor that this node does not use."""
+    if manager(spec, state) == "systemd":
+        others: tuple[NodeFile, ...] = (spec.supervisor_conf,)
+    else:
+        others = spec.systemd_files if state.unit_owner == spec.paths.root else ()
+    return [file.path for file in others if state.files.get(file.path)]
+
+
 def _configure(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
-    yield from _file_changes(CONFIGURE, [spec.supervisor_conf], state)
+    yield from _file_changes(CONFIGURE, manager_files(spec, state), state)
+    for path in stale_manager_files(spec, state):
+        yield Change(CONFIGURE, path, "absent", f"left of another supervisor than {manager(spec, state)}")
 
 
 def _file_changes(step: str, files: Iterable[NodeFile], state: NodeState) -> Iterable[Change]:
@@ -319,14 +354,18 @@ def runs_on(spec: NodeSpec, state: NodeState) -> dict[str, str]:
         found = state.stamps.get(name) or {}
         return f"{found.get('value', '')}@{found.get('at', '')}"
 
-    script = state.files.get(spec.active_script.path)
-    conf = state.files.get(spec.supervisor_conf.path)
+    def content(*paths: str) -> str:
+        seen = [state.files.get(path) for path in paths]
+        return ",".join(file.sha256 if file else "absent" for file in seen)
+
+    unit = manager_files(spec, state)[0]
     model = {name: [file.size, file.sha256] for name, file in sorted(state.model.files.items())} if state.model else {}
     return {
         "runtime": stamp("runtime"),
         "patches": stamp("patches") if spec.patch_proofs else f"none@{spec.patch_set_digest}",
-        "launch script": script.sha256 if script else "absent",
-        "supervisor's configuration": conf.sha256 if conf else "absent",
+        "launch script": content(spec.active_script.path),
+        "supervisor's configuration": content(unit.path),
+        "secrets": digest(content(spec.paths.secrets_file, spec.paths.secrets_env)),
         "model": digest(model),
     }
 
@@ -335,7 +374,8 @@ def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
     """What files/node/server.py must do on a node in `state`: nothing, wait, or stop, start and wait."""
     server = state.server
     record = server.record or {}
-    if server.pid is None or server.pid != record.get("pid") or record.get("runs_on") != runs_on(spec, state):
+    kept = server.manager == manager(spec, state) and server.pid is not None and server.pid == record.get("pid")
+    if not kept or record.get("runs_on") != runs_on(spec, state) or server.orphans:
         return ["stop", "start", "wait"]
     if not record.get("ready_at"):
         return ["wait"]
@@ -353,13 +393,17 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
         "supervisor's configuration": (CONFIGURE,),
     }
     pending = [name for name, steps in causes.items() if _has(before, *steps)]
-    active = any(c.step == LAUNCHERS and c.what == spec.active_script.path for c in before)
-    if "launch script" in pending and not active:
+    run_from = {spec.active_script.path, *(file.path for file in spec.secret_files)}
+    if "launch script" in pending and not any(c.step == LAUNCHERS and c.what in run_from for c in before):
         pending.remove("launch script")
+    for orphan in server.orphans:
+        yield Change(SERVER, f"process {orphan.pid} ({orphan.command})", "ended", "left of an earlier server")
     if server.pid is None:
-        strays = f", and processes {server.processes} are left of an earlier one" if server.processes else ""
-        status = f"not running ({server.status})" if server.status else "not running"
-        yield Change(SERVER, f"tier {tier}", "serving", status + strays)
+        again = f" after {server.restarts} restarts" if server.restarts else ""
+        status = f"not running ({server.status}{again})" if server.status else "not running"
+        yield Change(SERVER, f"tier {tier}", "serving", status)
+    elif server.manager != (wanted_manager := manager(spec, state)):
+        yield Change(SERVER, f"tier {tier}", f"kept by {wanted_manager}", f"kept by {server.manager}")
     elif pending:
         yield Change(SERVER, f"restart tier {tier}, because of: {', '.join(pending)}")
     elif record and server.pid != record.get("pid"):

@@ -24,8 +24,10 @@ class Problem:
     remedy: str
 
 
-def problems(spec: NodeSpec, state: NodeState, *, installed: bool) -> list[Problem]:
-    """Every problem of a host. `installed`: the stack is already there, so disk for it is not asked again."""
+def problems(spec: NodeSpec, state: NodeState, *, installed: bool, manager: str) -> list[Problem]:
+    """Every problem of a host. `installed`: the stack is already there, so disk for it is not asked again; `manager`:
+    who is to keep the server.
+    """
     data, found = spec.data, []
 
     def need(holds: bool, what: str, expected: str, seen: str, remedy: str) -> None:
@@ -65,8 +67,22 @@ def problems(spec: NodeSpec, state: NodeState, *, installed: bool) -> list[Probl
         state.memory_bytes >= data.min_memory_gib * GIB, "memory", f"{data.min_memory_gib:g} GiB",
         f"{state.memory_bytes / GIB:.1f} GiB", "use a larger host, or set `min_memory_gib` if you know better",
     )  # fmt: skip
+    if manager == "systemd":
+        need(state.systemd, "systemd", "PID 1", "another", "set `supervisor` in group_data to auto or supervisor")
+        need(state.uid == 0, "user", "root, to write a systemd unit", f"uid {state.uid}", "run with _sudo")
+        need(
+            state.commands.get("logrotate") is not None, "logrotate", "on PATH, for the server's logs", "not found",
+            "install logrotate, or set `supervisor` in group_data to supervisor",
+        )  # fmt: skip
+        unit = f"/etc/systemd/system/{data.unit}.service"
+        owner = f"of gpuwright's root {state.unit_owner}" if state.unit_owner else "not of gpuwright"
+        need(
+            state.unit_owner in (None, data.root),
+            f"unit {data.unit}", f"none, or of {data.root}", f"{unit} is {owner}", "set another `unit` in group_data",
+        )  # fmt: skip
     if state.port is not None:
-        ours = state.port.pid is not None and state.port.pid in (*state.server.processes, state.server.pid)
+        orphans = [orphan.pid for orphan in state.server.orphans]
+        ours = state.port.pid is not None and state.port.pid in (*state.server.processes, *orphans, state.server.pid)
         need(
             ours, f"port {data.port}", "free, or held by our own server",
             f"held by pid {state.port.pid} ({state.port.command})", "end that process, or set another `port`",

@@ -107,7 +107,7 @@ def check(catalogue: Catalogue, wheels: Wheels, *, offline: bool) -> list[Checke
             f"{name}/{tier.name}"
             for name, ladder in catalogue.ladders.items()
             for tier in ladder.tiers
-            if patch.id in tier.patches
+            if patch.id in tier.needs.patches
         ]
         version = next((version for version in versions.values() if patch.covers(version)), None)
         if offline:
@@ -303,5 +303,5 @@ def written_where(paths: list[Path], new: NewPatch) -> str:
     return (
         "\n".join(f"wrote {shown(path)}" for path in paths)
         + "\nnext: write the probe, add `assumptions` where the patch relies on something, name the patch in the\n"
-        f"`patches` of the tiers that need {new.id}, then `python -m gpuwright patches` and `make lab`"
+        f"`needs` of the tiers that need {new.id}, then `python -m gpuwright patches` and `make lab`"
     )

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from gpuwright import REPOSITORY
-from gpuwright.catalogue import PATCHES, Catalogue, Ladder, Patch, Setting, Stack, Tier
-from gpuwright.errors import InputError, InputErrors, nearest
-from gpuwright.hostdata import STAGES, HostData, Sources, TinyModel, read_host_data
+from gpuwright.catalogue import PATCHES, Catalogue, Patch, Setting, Stack, flags_path
+from gpuwright.diagnose import Signatures
+from gpuwright.errors import InputError, InputErrors, Place, nearest
+from gpuwright.flags import Flag, installed_proof
+from gpuwright.hostdata import SECRET_ARGS, STAGES, HostData, Sources, TinyModel, read_host_data
+from gpuwright.ladder import COMPILER_FLAGS, Ladder, Standing, Tier, standing
 from gpuwright.lockfile import TOOLS_LOCK, Lock, lock_path, read_lock
+from gpuwright.yamlfile import shown
 
-COMPILER_FLAGS = ("FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_CUDA_ARCH_LIST")
+# The patch without which the engine writes its API keys into its log.
+KEYS_PATCH = "sglang-keys-out-of-the-log"
 
 
 def digest(value: Any) -> str:
     """sha256 in hex over the canonical JSON of a value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def patch_set_digest(patches: Iterable[Patch]) -> str:
+    """sha256 in hex over the ordered post-images."""
+    return digest([[patch.file, patch.post_sha256] for patch in patches])
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,16 @@ class Paths:
         return f"{self.run}/supervisord.conf"
 
     @property
+    def secrets_file(self) -> str:
+        """Secret arguments, which the server reads with --config: JSON, which is YAML, so node scripts can read it."""
+        return f"{self.run}/secrets.yaml"
+
+    @property
+    def secrets_env(self) -> str:
+        """Secret variables, which the launch script reads."""
+        return f"{self.run}/secrets.env"
+
+    @property
     def lock_copy(self) -> str:
         """The lock the venv was last synced to."""
         return f"{self.run}/runtime.lock.txt"
@@ -110,6 +132,14 @@ class NodeFile:
 
 
 @dataclass(frozen=True)
+class Member:
+    """A host of a cluster: its inventory name, and the address at which the others reach it."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True)
 class NodeSpec:
     """What one host should be: validated data, the catalogue's part of it, and all that follows from them."""
 
@@ -121,9 +151,12 @@ class NodeSpec:
     lock: Lock
     tools_lock: Lock
     patches: tuple[Patch, ...]
+    flags: Mapping[str, Flag]
+    signatures: Signatures
     uncovered: tuple[Patch, ...] = ()
     series: tuple[Patch, ...] = ()
     settings: tuple[Setting, ...] = ()
+    members: tuple[Member, ...] = ()
 
     @cached_property
     def paths(self) -> Paths:
@@ -143,7 +176,7 @@ class NodeSpec:
     @cached_property
     def patch_set_digest(self) -> str:
         """Over the ordered post-images."""
-        return digest([[patch.file, patch.post_sha256] for patch in self.patches])
+        return patch_set_digest(self.patches)
 
     @property
     def compiler_flags(self) -> dict[str, str]:
@@ -162,7 +195,7 @@ class NodeSpec:
     def spec_digest(self) -> str:
         """Over everything declared for this node: a benchmark result belongs to exactly one of these."""
         benchmark = self.data.smoke_benchmark.model_dump()
-        files = [[file.path, file.sha256, file.mode] for file in (*self.scripts, self.supervisor_conf)]
+        files = [[file.path, file.sha256, file.mode] for file in self.scripts]
         model = self.data.model.model_dump()
         return digest([self.runtime_digest, self.tools_lock.sha256, self.tier.name, files, model, benchmark])
 
@@ -198,27 +231,68 @@ class NodeSpec:
             "PATH": ":".join([*path, "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]),
             **cuda,
             **self.model_env,
+            "HOME": self.paths.run,
+            "LANG": "C.UTF-8",
+            "XDG_CACHE_HOME": f"{self.cache}/xdg",
+            "HF_HOME": f"{self.cache}/huggingface",
             "FLASHINFER_WORKSPACE_BASE": f"{self.cache}/flashinfer",
             "TRITON_CACHE_DIR": f"{self.cache}/triton",
             "TORCHINDUCTOR_CACHE_DIR": f"{self.cache}/inductor",
             "HF_HUB_OFFLINE": "1",
-            **(self.ladder.env | tier.env),
+            "SPT_NOENV": "1",  # setproctitle, which SGLang names its processes with, else overwrites their environment
+            **self.ladder.merged_env(tier),
         }
 
     def arguments(self, tier: Tier) -> list[str]:
         """A tier's arguments for sglang.launch_server, one `--flag value` a line, quoted for a shell."""
-        merged = {k: v for k, v in self.ladder.args.items() if k not in tier.without} | tier.args
         fixed: dict[str, Any] = {
             "model-path": self.model_path,
             "host": self.data.bind,
             "port": self.data.port,
             "tp-size": self.ladder.tp,
         }
+        if self.rank is not None and self.data.cluster is not None:
+            fixed["nnodes"] = self.ladder.nodes
+            fixed["node-rank"] = self.rank
+            fixed["dist-init-addr"] = f"{self.members[0].address}:{self.data.cluster.port}"
+        if any(name in SECRET_ARGS for name in self.data.secrets):
+            fixed["config"] = self.paths.secrets_file
         lines = []
-        for name, value in {**fixed, **merged}.items():
+        for name, value in {**fixed, **self.ladder.merged_args(tier)}.items():
             values = [] if value is True else value if isinstance(value, list) else [value]
             lines.append(" ".join([f"--{name}", *(shlex.quote(str(v)) for v in values)]))
         return lines
+
+    @property
+    def rank(self) -> int | None:
+        """This host's rank among the nodes that serve together, in the order of the inventory; None for one alone."""
+        names = [member.name for member in self.members]
+        return names.index(self.host) if names else None
+
+    @cached_property
+    def secret_files(self) -> tuple[NodeFile, ...]:
+        """The node's files of secrets, 0600, with the values read now from this machine.
+
+        Raises InputErrors where a value is not there.
+        """
+        found = {name: _secret(name, source) for name, source in self.data.secrets.items()}
+        args = {name: value for name, value in found.items() if name in SECRET_ARGS}
+        env = {name: value for name, value in found.items() if name not in SECRET_ARGS}
+        files = []
+        if args:
+            files.append(NodeFile(self.paths.secrets_file, json.dumps(args, sort_keys=True) + "\n", 0o600))
+        if env:
+            lines = [f"{name}={shlex.quote(value)}\n" for name, value in sorted(env.items())]
+            files.append(NodeFile(self.paths.secrets_env, "".join(lines), 0o600))
+        return tuple(files)
+
+    def deadline_s(self, tier: Tier) -> int:
+        """How long a tier may take from its start until it answers, in s."""
+        return tier.ready_timeout_s or self.data.ready_timeout_s
+
+    def standing(self, tier: Tier) -> Standing:
+        """What is known of a tier on this node's versions and patches."""
+        return standing(tier, self.lock.versions, self.patch_set_digest)
 
     def script_name(self, tier: Tier) -> str:
         """`run_tp8_piecewise.sh`."""
@@ -237,6 +311,7 @@ class NodeSpec:
     def scripts(self) -> tuple[NodeFile, ...]:
         """One launch script for every tier of the ladder."""
         template = _templates().get_template("run_tier.sh.j2")
+        secrets_env = self.paths.secrets_env if set(self.data.secrets) - set(SECRET_ARGS) else None
         return tuple(
             NodeFile(
                 self.script_path(tier),
@@ -244,6 +319,7 @@ class NodeSpec:
                     script=self.script_name(tier), tier=tier, ladder_name=self.data.ladder, stack=self.stack,
                     runtime_digest=self.runtime_digest[:16], patch_set_digest=self.patch_set_digest[:16],
                     env=self.environment(tier), python=self.python, arguments=self.arguments(tier),
+                    rank=self.rank, nodes=self.ladder.nodes, secrets_env=secrets_env,
                 ),
                 0o755,
             )
@@ -258,10 +334,27 @@ class NodeSpec:
     @cached_property
     def supervisor_conf(self) -> NodeFile:
         """supervisord's configuration for the active tier."""
-        template = _templates().get_template("supervisord.conf.j2")
-        script = self.script_path(self.tier)
-        text = template.render(paths=self.paths, tier=self.tier, script=script, log=self.log)
-        return NodeFile(self.paths.supervisor_conf, text, 0o600)
+        return NodeFile(self.paths.supervisor_conf, self._rendered("supervisord.conf.j2"), 0o600)
+
+    @cached_property
+    def systemd_files(self) -> tuple[NodeFile, ...]:
+        """The active tier's systemd unit, and the rotation of its logs."""
+        unit = self.data.unit
+        return (
+            NodeFile(f"/etc/systemd/system/{unit}.service", self._rendered("sglang-server.service.j2")),
+            NodeFile(f"/etc/logrotate.d/{unit}", self._rendered("logrotate.j2")),
+        )
+
+    @property
+    def service_files(self) -> tuple[NodeFile, ...]:
+        """What either supervisor is configured by; which one a node has is seen on it."""
+        return (self.supervisor_conf, *self.systemd_files)
+
+    def _rendered(self, template: str) -> str:
+        return _templates().get_template(template).render(
+            paths=self.paths, tier=self.tier, script=self.script_path(self.tier), log=self.log,
+            deadline_s=self.deadline_s(self.tier), path=self.environment(self.tier)["PATH"],
+        )  # fmt: skip
 
     @cached_property
     def cuda_stub_source(self) -> NodeFile | None:
@@ -274,7 +367,9 @@ class NodeSpec:
     @property
     def runtime_proofs(self) -> list[dict[str, Any]]:
         """What must be true of the stack, as proofs for files/node/prove.py."""
-        return [{"id": t.id, "code": t.code, "expect": t.expect} for t in self.stack.must_be_true]
+        truths = [{"id": t.id, "code": t.code, "expect": t.expect} for t in self.stack.must_be_true]
+        code = installed_proof(self.stack.engine, self.flags, shown(flags_path(self.stack)))
+        return [*truths, _proof("engine-arguments", code)]
 
     @cached_property
     def patch_proofs(self) -> list[dict[str, Any]]:
@@ -312,17 +407,21 @@ class NodeSpec:
         return model.model_dump(exclude={"kind"}) if isinstance(model, TinyModel) else None
 
 
-def build_spec(host: str, data: Mapping[str, Any], catalogue: Catalogue, sources: Sources) -> NodeSpec:
-    """The desired state of a host from its merged inventory data.
+def build_spec(
+    host: str, data: Mapping[str, Any], catalogue: Catalogue, sources: Sources, members: tuple[Member, ...] = ()
+) -> NodeSpec:
+    """The desired state of a host from its merged inventory data; `members`: the hosts of its cluster, by rank.
 
     Raises InputErrors (naming file, line and key) before anything is asked of the host.
     """
     values = read_host_data(data, sources)
 
+    def wrong(key: str, problem: str, hint: str = "") -> InputErrors:
+        return InputErrors([InputError(sources.place(key), key, problem, hint=hint)])
+
     def pick(key: str, name: str, among: Mapping[str, Any], without: str) -> Any:
         if name not in among:
-            problem = f'{without} "{name}"'
-            raise InputErrors([InputError(sources.place(key), key, problem, hint=nearest(name, among))])
+            raise wrong(key, f'{without} "{name}"', nearest(name, among))
         return among[name]
 
     stack: Stack = pick("stack", values.stack, catalogue.stacks, "there is no stack")
@@ -330,24 +429,35 @@ def build_spec(host: str, data: Mapping[str, Any], catalogue: Catalogue, sources
     tiers = {tier.name: tier for tier in ladder.tiers}
     tier: Tier = pick("tier", values.tier, tiers, f"ladder {values.ladder} has no tier")
     if ladder.stack != stack.name:
-        problem = f'ladder "{values.ladder}" is written for stack "{ladder.stack}", not "{stack.name}"'
-        raise InputErrors([InputError(sources.place("ladder"), "ladder", problem)])
+        raise wrong("ladder", f'ladder "{values.ladder}" is written for stack "{ladder.stack}", not "{stack.name}"')
     if values.python not in stack.pythons:
         hint = f"{stack.name} is locked for Python " + ", ".join(stack.pythons)
-        problem = f'Python "{values.python}" has no lock'
-        raise InputErrors([InputError(sources.place("python"), "python", problem, hint=hint)])
+        raise wrong("python", f'Python "{values.python}" has no lock', hint)
+    if values.cluster is None and ladder.nodes > 1:
+        hint = 'set `cluster = {"group": …}`: the inventory group of those hosts, in the order of their ranks'
+        raise wrong("ladder", f"ladder {values.ladder} is served by {ladder.nodes} hosts together", hint)
+    if values.cluster is not None and len(members) != ladder.nodes:
+        names = ", ".join(member.name for member in members) or "none"
+        problem = f'group "{values.cluster.group}" has {len(members)} hosts ({names}); the ladder has {ladder.nodes}'
+        raise wrong("cluster", problem)
+    if members and host not in {member.name for member in members}:
+        raise wrong("cluster", f'group "{values.cluster.group if values.cluster else ""}" does not hold {host} itself')
     lock = read_lock(lock_path(stack, values.python))
     wanted = values.patches == "series"
     patches = catalogue.patches_for(lock.versions) if wanted else ()
     uncovered = catalogue.uncovered_for(lock.versions) if wanted else ()
-    lacking = [name for name in tier.patches if name not in {patch.id for patch in (*patches, *uncovered)}]
+    there = {patch.id for patch in (*patches, *uncovered)}
+    lacking = [name for name in tier.needs.patches if name not in there]
     if lacking:
         problem = f"tier {tier.name} needs {', '.join(lacking)}, which this node does not get"
         hint = (
             "leave `patches` at series, and the patch active" if not wanted else "make the patch active in series.yaml"
         )
         raise InputErrors([InputError(sources.place("patches" if not wanted else "tier"), "tier", problem, hint=hint)])
-    return NodeSpec(
+    if set(values.secrets) & set(SECRET_ARGS) and KEYS_PATCH not in there:
+        problem = f"API keys need the patch {KEYS_PATCH}: without it the engine writes them into its log"
+        raise wrong("secrets", problem)
+    spec = NodeSpec(
         host=host,
         data=values,
         stack=stack,
@@ -356,10 +466,36 @@ def build_spec(host: str, data: Mapping[str, Any], catalogue: Catalogue, sources
         lock=lock,
         tools_lock=read_lock(TOOLS_LOCK),
         patches=patches,
+        flags=catalogue.flags[stack.name],
+        signatures=catalogue.signatures,
         uncovered=uncovered,
         series=catalogue.patches,
         settings=tuple(setting for setting in catalogue.settings if values.ladder in setting.ladders),
+        members=members,
     )
+    found = spec.standing(tier)
+    if found.status == "blocked" and not values.allow_blocked and "service" in values.stages:
+        hint = "to try it all the same: --data allow_blocked=true; to have it tried again, change what it failed on"
+        raise wrong("tier", f"tier {tier.name} is blocked: {found.why}", hint)
+    return spec
+
+
+def _secret(name: str, source: str) -> str:
+    kind, _, where = source.partition(":")
+    place, key = Place("secrets"), name
+    if kind == "env":
+        value = os.environ.get(where, "")
+        problem = f"the variable {where} is not set on this machine, or empty"
+    else:
+        path = Path(where).expanduser()
+        try:
+            value = path.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise InputErrors([InputError(place, key, f"{path} cannot be read: {error.strerror}")]) from None
+        problem = f"{path} is empty"
+    if not value or "\n" in value:
+        raise InputErrors([InputError(place, key, "holds more than one line" if value else problem)])
+    return value
 
 
 def _probe(name: str) -> str:

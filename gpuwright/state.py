@@ -61,12 +61,16 @@ class SeenModelFile(Seen):
 
 
 class SeenModel(Seen):
-    """The model folder: its files, the shards its index names, the config's model_type, a tiny model's manifest."""
+    """The model folder: its files, the shards its index names, the config's model_type, a tiny model's manifest.
+
+    `tensors`: for each start of a tensor's name that was asked for, whether the index names one.
+    """
 
     files: dict[str, SeenModelFile]
     shards: list[str] | None
     model_type: str | None
     manifest: dict[str, Any] | None
+    tensors: dict[str, bool]
 
 
 class SeenPort(Seen):
@@ -76,14 +80,27 @@ class SeenPort(Seen):
     command: str
 
 
-class SeenServer(Seen):
-    """The server as its supervisor, its record and its port show it. `health` is an HTTP status."""
+class SeenProcess(Seen):
+    """A process, with what it calls itself."""
 
-    supervised: bool
+    pid: int
+    command: str
+
+
+class SeenServer(Seen):
+    """The server as its supervisor, its record and its port show it. `health` is an HTTP status.
+
+    `manager`: who keeps it (supervisor or systemd), `status` in that one's words. `orphans`: processes of an earlier
+    server of ours that nobody keeps any more.
+    """
+
+    manager: str | None
     status: str | None
     pid: int | None
+    restarts: int | None
     record: dict[str, Any] | None
     processes: list[int]
+    orphans: list[SeenProcess]
     health: int | None
 
 
@@ -98,7 +115,7 @@ class SeenResult(Seen):
 class NodeState(Seen):
     """Everything one observation says."""
 
-    version: Literal[1]
+    version: Literal[2]
     python: str
     uid: int
     machine: str
@@ -117,6 +134,8 @@ class NodeState(Seen):
     model: SeenModel | None
     port: SeenPort | None
     server: SeenServer
+    systemd: bool
+    unit_owner: str | None
     caches: list[str]
     state: dict[str, Any] | None
     results: list[SeenResult]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,15 +30,23 @@ def shown(path: Path) -> str:
         return str(path)
 
 
-def load_yaml(path: Path, model: type[M]) -> tuple[M, dict[Loc, int]]:
-    """Read `path` into `model`.
+@dataclass(frozen=True)
+class Origin:
+    """Where a model was read from: the file, and the 1-based line of each value by its location."""
 
-    Returns the model and the 1-based line of each value by its location, for checks that need more than one file.
-    Raises InputErrors naming file, line and key.
-    """
+    path: Path
+    lines: dict[Loc, int]
+
+    def error(self, loc: Loc, problem: str, hint: str = "") -> InputError:
+        """An error about the value at `loc`, for checks that need more than one value or file."""
+        return InputError(Place(shown(self.path), line_of(self.lines, loc)), dotted(loc), problem, hint=hint)
+
+
+def load_yaml(path: Path, model: type[M]) -> tuple[M, Origin]:
+    """Read `path` into `model`. Raises InputErrors naming file, line and key."""
     value, lines = read_yaml(path)
     try:
-        return model.model_validate(value), lines
+        return model.model_validate(value), Origin(path, lines)
     except ValidationError as error:
         raise InputErrors([_input_error(path, lines, model, detail) for detail in error.errors()]) from error
 

@@ -17,7 +17,7 @@ def write_scripts(spec: NodeSpec) -> Commands:
 
     def build(state: NodeState, changes: list[Change]) -> list[node.NodeCommand]:
         differing = {change.what for change in changes}
-        files = [file for file in spec.scripts if file.path in differing]
+        files = [file for file in (*spec.scripts, *spec.secret_files) if file.path in differing]
         return [node.write_files(spec, files, stale_scripts(spec, state))]
 
     yield from converge(spec, LAUNCHERS, f"{len(spec.scripts)} launch scripts are as rendered", build)

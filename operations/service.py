@@ -1,25 +1,45 @@
-"""The active tier's server, under supervisor."""
+"""The active tier's server, under supervisor or systemd."""
 
 from __future__ import annotations
 
+import json
 from datetime import datetime, timezone
+from typing import Any
 
+from pyinfra import logger
+from pyinfra.api.command import FunctionCommand
+from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
+from pyinfra.api.state import State
 
 from gpuwright import node
-from gpuwright.plan import CONFIGURE, PRUNE, RECORD, SERVER, runs_on, server_actions, unused_caches
+from gpuwright.diagnose import diagnose, report
+from gpuwright.plan import (
+    CONFIGURE,
+    PRUNE,
+    RECORD,
+    SERVER,
+    manager,
+    manager_files,
+    runs_on,
+    server_actions,
+    stale_manager_files,
+    unused_caches,
+)
 from gpuwright.spec import NodeSpec
-from operations.stage import Commands, converge, revision, to_pyinfra
+from operations.stage import Commands, converge, revision, run, to_pyinfra
 
 
 @operation()
 def configure(spec: NodeSpec) -> Commands:
-    """Write supervisor's configuration. Reads the observation."""
+    """Write what the node's supervisor is configured by. Reads the observation."""
     yield from converge(
         spec,
         CONFIGURE,
-        "supervisor is configured",
-        lambda state, changes: [node.write_files(spec, [spec.supervisor_conf])],
+        "the supervisor is configured",
+        lambda state, changes: [
+            node.write_files(spec, list(manager_files(spec, state)), stale_manager_files(spec, state))
+        ],
     )
 
 
@@ -33,8 +53,27 @@ def run_tier(spec: NodeSpec) -> Commands:
         spec,
         SERVER,
         f"tier {spec.tier.name} serves",
-        lambda state, changes: node.run_server(spec, server_actions(spec, state), runs_on(spec, state)),
+        lambda state, changes: [
+            FunctionCommand(serve, (spec, server_actions(spec, state), runs_on(spec, state), manager(spec, state)), {})
+        ],
     )
+
+
+def serve(
+    state: State, host: Host, spec: NodeSpec, actions: list[str], started_on: dict[str, str], manager: str
+) -> bool:
+    """Run the actions. When the tier does not come up, say why, go back to the one before it, and fail this host."""
+    if run(host, node.run_server(spec, actions, started_on, manager), print_output=True)[0]:
+        return True
+    fetched, text = run(host, node.read_failure(spec))
+    answer: dict[str, Any] = json.loads(text) if fetched else {"failure": None, "text": ""}
+    if answer["failure"] is None:  # it failed before anything was started, and has said why
+        return False
+    found = diagnose(answer["text"], spec.signatures)
+    for line in report(found, answer["failure"]["log"]).splitlines():
+        host.log(f"  {line}", logger.info)
+    run(host, node.run_server(spec, ["roll_back"], started_on, manager), print_output=True)
+    return False
 
 
 @operation()
@@ -59,6 +98,5 @@ def record(spec: NodeSpec) -> Commands:
 
 @operation(is_idempotent=False, idempotent_notice="stopping is always run; a stopped server stays stopped")
 def stop(spec: NodeSpec) -> Commands:
-    """End the server with all its children, and supervisor."""
-    for command in node.run_server(spec, ["stop", "shut_down"], {}):
-        yield to_pyinfra(command)
+    """End the server with all its children, and keep its supervisor from starting it again."""
+    yield to_pyinfra(node.run_server(spec, ["stop", "shut_down"], {}, "supervisor"))

@@ -23,7 +23,7 @@ from gpuwright.hostdata import Sources
 from gpuwright.node import NodeCommand, observe
 from gpuwright.plan import Change, plan
 from gpuwright.preflight import shell_failure
-from gpuwright.spec import NodeSpec, build_spec
+from gpuwright.spec import Member, NodeSpec, build_spec
 from gpuwright.state import NodeState
 from operations.stop_run import StopRun
 
@@ -31,8 +31,9 @@ _specs: dict[str, NodeSpec] = {}
 _observations: dict[str, tuple[bool, NodeState]] = {}
 
 
-def desired_state() -> NodeSpec:
-    """This host's NodeSpec. The first call reads the catalogue and validates every host of the run.
+def desired_state(*, secrets: bool = True) -> NodeSpec:
+    """This host's NodeSpec. The first call reads the catalogue and validates every host of the run, and looks for its
+    secrets on this machine where `secrets`.
 
     Raises StopRun naming file, line and key, before a command was sent to any host.
     """
@@ -42,7 +43,9 @@ def desired_state() -> NodeSpec:
             errors, specs = [], {}
             for each in state.inventory.get_active_hosts():
                 try:
-                    specs[each.name] = build_spec(each.name, _own_data(each), catalogue, _sources(each))
+                    spec = build_spec(each.name, _own_data(each), catalogue, _sources(each), _members(each))
+                    specs[each.name] = spec
+                    _ = spec.secret_files if secrets else None
                 except InputErrors as error:
                     errors += error.errors
             if errors:
@@ -51,6 +54,33 @@ def desired_state() -> NodeSpec:
             raise StopRun(f"bad input, and no host was touched:\n{error}") from None
         _specs.update(specs)
     return _specs[host.name]
+
+
+def _members(each: Host) -> tuple[Member, ...]:
+    """The hosts of a host's cluster, ranked in the order in which the inventory lists their group.
+
+    Raises StopRun where the run would start only some of them: each waits for the others.
+    """
+    cluster = _own_data(each).get("cluster")
+    if not isinstance(cluster, dict) or "group" not in cluster:
+        return ()
+    hosts = state.inventory.get_group(cluster["group"]) if cluster["group"] in state.inventory.groups else []
+    active = set(state.inventory.get_active_hosts())
+    absent = [host.name for host in hosts if host not in active]
+    stages = _own_data(each).get("stages", "service")
+    if absent and "service" in stages:
+        raise StopRun(
+            f"{each.name} serves together with {', '.join(absent)}, which --limit leaves out: name all of "
+            f'"{cluster["group"]}", or leave out the service stage (--data stages=preflight,system,runtime,…)'
+        )
+    return tuple(Member(host.name, _address(host)) for host in hosts)
+
+
+def _address(each: Host) -> str:
+    """Where the other hosts of a cluster reach this one."""
+    data = each.data.dict()  # type: ignore[no-untyped-call]
+    fallback = "127.0.0.1" if each.name.startswith("@local") else each.name
+    return str(data.get("cluster_address") or data.get("ssh_hostname") or fallback)
 
 
 def _own_data(each: Host) -> dict[str, Any]:

@@ -52,10 +52,15 @@ def gpu_spec(**data: Any) -> NodeSpec:
     return build_spec("gpu-01", group_data("all", "gpu") | data, catalogue(), Sources((), []))
 
 
+STOPPED = SeenServer(
+    manager=None, status=None, pid=None, restarts=None, record=None, processes=[], orphans=[], health=None
+)
+
+
 def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
     """A fresh host that has what the stack needs and nothing of ours."""
     fields: dict[str, Any] = {
-        "version": 1,
+        "version": 2,
         "python": "3.12.3",
         "uid": 0,
         "machine": "x86_64",
@@ -63,7 +68,7 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
         "disk_free_bytes": 500 * GIB,
         "root_writable": True,
         "ensurepip": True,
-        "commands": {name: f"/usr/bin/{name}" for name in ("bash", "cc", "flock", "sh")},
+        "commands": {name: f"/usr/bin/{name}" for name in ("bash", "cc", "flock", "logrotate", "sh")},
         "interpreter": SeenInterpreter(path="/usr/bin/python3.12", version="3.12.3"),
         "folders": dict.fromkeys(spec.paths.folders),
         "files": {},
@@ -73,7 +78,9 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
         "stamps": {"runtime": None, "patches": None},
         "model": None,
         "port": None,
-        "server": SeenServer(supervised=False, status=None, pid=None, record=None, processes=[], health=None),
+        "server": STOPPED,
+        "systemd": False,
+        "unit_owner": None,
         "caches": [],
         "state": None,
         "results": [],
@@ -98,6 +105,7 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
             shards=None,
             model_type="gpt2",
             manifest={"model": spec.tiny_model, "files": names},
+            tensors={},
         )
     else:
         shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -106,6 +114,7 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
             shards=shards,
             model_type="glm_moe_dsa",
             manifest=None,
+            tensors={spec.tier.needs.model_tensor: True} if spec.tier.needs.model_tensor else {},
         )
     state = empty_state(
         spec,
@@ -135,5 +144,8 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
         originals=[patch.pre_sha256 for patch in spec.patches],
     )
     record = {"pid": 100, "pgid": 100, "runs_on": runs_on(spec, state), "ready_at": "then"}
-    server = SeenServer(supervised=True, status="RUNNING", pid=100, record=record, processes=[100, 101], health=200)
+    server = STOPPED.model_copy(
+        update={"manager": "supervisor", "status": "RUNNING", "pid": 100, "record": record, "processes": [100, 101],
+                "health": 200}
+    )  # fmt: skip
     return state.model_copy(update={"server": server} | changed)

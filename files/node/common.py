@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 import xmlrpc.client
@@ -109,6 +110,76 @@ def supervisor(socket_path):
     return api
 
 
+def supervisor_status(socket_path):
+    """supervisord's word on the server, or None when it does not know it or does not answer.
+
+    {"manager", "status" (in its own words), "pid", "cgroup", "ended" (it does not run), "restarts"}.
+    """
+    api = supervisor(socket_path)
+    try:
+        info = api.getProcessInfo("sglang-server") if api is not None else None
+    except (OSError, xmlrpc.client.Error, http.client.HTTPException):
+        return None
+    if info is None:
+        return None
+    status = info["statename"]
+    return {
+        "manager": "supervisor",
+        "status": status,
+        "pid": info["pid"] if status in ("RUNNING", "STARTING") and info["pid"] else None,
+        "cgroup": None,
+        "ended": status in ("FATAL", "EXITED", "BACKOFF"),
+        "restarts": None,
+    }
+
+
+def has_systemd():
+    """Whether PID 1 is systemd, as sd_booted(3) tells it."""
+    return os.path.isdir("/run/systemd/system")
+
+
+def systemctl(*arguments):
+    """(exit code, what it said) of systemctl."""
+    done = subprocess.run(
+        ["systemctl", "--no-ask-password", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.returncode, done.stdout.decode("utf-8", "replace").strip()
+
+
+def unit_owner(unit):
+    """The root whose deploy wrote a unit's file: None when there is no such file, "" when it is not of gpuwright."""
+    try:
+        with open("/etc/systemd/system/%s.service" % unit, encoding="utf-8") as handle:
+            first = handle.readline()
+    except OSError:
+        return None
+    head, _, rest = first.partition("# Written by gpuwright for ")
+    return rest.rpartition(": ")[0] if not head else ""
+
+
+def systemd_status(unit, root):
+    """systemd's word on the unit, as supervisor_status gives it; None when there is none of this root."""
+    if not has_systemd() or unit_owner(unit) != root:
+        return None
+    names = "ActiveState,SubState,MainPID,ControlGroup,NRestarts,Result"
+    code, said = systemctl("show", unit, "--property=" + names)
+    found = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+    if code or "ActiveState" not in found:
+        return None
+    state, pid = found["ActiveState"], int(found["MainPID"] or 0)
+    result = found["Result"] if found["Result"] != "success" else found["SubState"]
+    waiting = found["SubState"] == "auto-restart"
+    return {
+        "manager": "systemd",
+        "status": "%s (%s)" % (state, result) if state != "active" else state,
+        "pid": pid if pid and state in ("active", "activating") and not waiting else None,
+        "cgroup": found["ControlGroup"] or None,
+        "ended": state in ("failed", "inactive") or waiting,
+        "restarts": int(found["NRestarts"] or 0),
+    }
+
+
 def http_status(path, timeout):
     """The status of GET `path` from the server REQUEST speaks of, or None when nothing answers in `timeout` seconds."""
     connection = http.client.HTTPConnection(REQUEST["address"], REQUEST["port"], timeout=timeout)
@@ -140,19 +211,48 @@ def boot_id():
 
 
 def server_processes(record):
-    """The live processes of the server that `record` (run/server.json) describes: its whole process group.
+    """The live processes of the server that `record` (run/server.json) describes: its control group under systemd, and
+    its process group, the one that its supervisor gave it.
 
-    The group is the one supervisor gave it. A member that started before the server did is not ours: the number was
-    reused, after a reboot or a very long time.
+    A member of the group that started before the server did is not ours: the number was reused, after a very long time.
     """
     if not record or record.get("boot_id") != boot_id():
         return []
-    found = []
+    found = set(cgroup_processes(record["cgroup"])) if record.get("cgroup") else set()
     for name in os.listdir("/proc"):
         if name.isdigit():
             info = process(int(name))
             if info and info["pgid"] == record["pgid"] and info["started"] >= record["started_ticks"]:
-                found.append(int(name))
+                found.add(int(name))
+    return sorted(found)
+
+
+def cgroup_processes(cgroup):
+    """The live processes of a control group and of those below it, in either hierarchy."""
+    found = []
+    for mount in ("/sys/fs/cgroup", "/sys/fs/cgroup/systemd"):
+        for folder, _, names in os.walk(mount + cgroup):
+            if "cgroup.procs" in names:
+                try:
+                    with open(os.path.join(folder, "cgroup.procs")) as handle:
+                        found += [int(pid) for pid in handle.read().split() if process(int(pid))]
+                except OSError:
+                    continue
+    return sorted(set(found))
+
+
+def marked_processes(root):
+    """The live processes that a supervisor of `root` started, by the mark that it gives them and that they inherit. It
+    finds those that are in no record: of an earlier crash, after which the record was lost or written anew.
+    """
+    mark, found = b"GPUWRIGHT_SUPERVISED=" + root.encode(), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open("/proc/%s/environ" % name, "rb") as handle:
+                if mark in handle.read().split(b"\0") and process(int(name)):
+                    found.append(int(name))
+        except OSError:
+            continue
     return sorted(found)
 
 

@@ -1,8 +1,8 @@
 """Answer, in one JSON, what a node is like. Reads only; never writes, not even a temporary file.
 
 The one exception is asked for: with `deep`, what was read is remembered in run/integrity.json.
-REQUEST says where to look: root, venv, tools, files, folders, commands, address, port, model, interpreter, patched,
-manifest, originals, deep.
+REQUEST says where to look: root, venv, tools, files, folders, commands, address, port, unit, model, interpreter,
+patched, manifest, originals, deep.
 """
 
 import base64
@@ -18,7 +18,7 @@ def folder(path):
         found = os.stat(path)
     except OSError:
         return None
-    return {"mode": stat.S_IMODE(found.st_mode), "uid": found.st_uid} if stat.S_ISDIR(found.st_mode) else None
+    return {"mode": found.st_mode & 0o777, "uid": found.st_uid} if stat.S_ISDIR(found.st_mode) else None
 
 
 def file(path):
@@ -198,12 +198,14 @@ def model(request):
         if os.path.isfile(full):
             files[name] = {"size": os.path.getsize(full), "sha256": sha256_of(full) if request["hash"] else None}
     index = read_json(os.path.join(path, "model.safetensors.index.json"))
+    names = index.get("weight_map") if index else None
     config = read_json(os.path.join(path, "config.json"))
     return {
         "files": files,
-        "shards": sorted(set(index["weight_map"].values())) if index and "weight_map" in index else None,
+        "shards": sorted(set(names.values())) if names is not None else None,
         "model_type": config.get("model_type") if config else None,
         "manifest": read_json(os.path.join(path, "gpuwright-model.json")) if request["hash"] else None,
+        "tensors": {start: any(name.startswith(start) for name in names or ()) for start in request["tensors"]},
     }
 
 
@@ -211,24 +213,38 @@ def model(request):
 HEALTH_TIMEOUT_S = 25
 
 
-def server(root):
+def server(root, unit):
     record = read_json(os.path.join(root, "run", "server.json"))
-    api = supervisor(os.path.join(root, "run", "supervisor.sock"))
-    info = None
-    if api is not None:
-        try:
-            info = api.getProcessInfo("sglang-server")
-        except xmlrpc.client.Fault:
-            pass
-    pid = info["pid"] if info and info["statename"] in ("RUNNING", "STARTING") else None
+    seen = [supervisor_status(os.path.join(root, "run", "supervisor.sock")), systemd_status(unit, root)]
+    known = [each for each in seen if each]
+    running = [each for each in known if each["pid"]]
+    kept = (running or known or [{"manager": None, "status": None, "pid": None, "cgroup": None, "restarts": None}])[0]
+    processes = server_processes(record)
+    ours = {*processes, *(cgroup_processes(kept["cgroup"]) if kept["cgroup"] else []), kept["pid"]}
+    orphans = {pid for pid in marked_processes(root) if pid not in ours and not supervised(pid, ours)}
+    if not kept["pid"]:
+        orphans |= set(processes)
+    ready = bool(kept["pid"] and record and record.get("ready_at"))
     return {
-        "supervised": api is not None,
-        "status": info["statename"] if info else None,
-        "pid": pid,
+        "manager": kept["manager"],
+        "status": kept["status"],
+        "pid": kept["pid"],
+        "restarts": kept["restarts"],
         "record": record,
-        "processes": server_processes(record),
-        "health": http_status("/health", HEALTH_TIMEOUT_S) if pid and record and record.get("ready_at") else None,
+        "processes": processes,
+        "orphans": [{"pid": pid, "command": command_line(pid)[:80]} for pid in sorted(orphans)],
+        "health": http_status("/health", HEALTH_TIMEOUT_S) if ready else None,
     }
+
+
+def supervised(pid, ours):
+    """Whether a process has one of `ours` above it: a compiler of the server, in a group of its own, is no orphan."""
+    while pid > 1:
+        if pid in ours:
+            return True
+        info = process(pid)
+        pid = info["ppid"] if info else 0
+    return False
 
 
 def results(path):
@@ -262,7 +278,7 @@ def main():
     patched = sorted(set(REQUEST["patched"]) | set(manifest))
     deep_cache = os.path.join(root, "run", "integrity.json") if REQUEST["deep"] else None
     answer = {
-        "version": 1,
+        "version": 2,
         "python": "%d.%d.%d" % sys.version_info[:3],
         "uid": os.geteuid(),
         "machine": os.uname().machine,
@@ -274,13 +290,17 @@ def main():
         "interpreter": interpreter(REQUEST["python"], REQUEST["interpreter"]),
         "folders": {path: folder(path) for path in REQUEST["folders"]},
         "files": {path: file(path) for path in REQUEST["files"]},
-        "launch_scripts": listing(os.path.join(root, "launch")),
+        "launch_scripts": [
+            name for name in listing(os.path.join(root, "launch")) if os.path.isfile(os.path.join(root, "launch", name))
+        ],
         "tools": tools and {"distributions": tools["distributions"], "damaged": tools["damaged"]},
         "venv": venv(REQUEST["venv"], patched, deep_cache),
         "stamps": {name: read_json(os.path.join(root, "run", "%s.json" % name)) for name in ("runtime", "patches")},
         "model": model(REQUEST["model"]),
         "port": port_holder(port),
-        "server": server(root),
+        "server": server(root, REQUEST["unit"]),
+        "systemd": has_systemd(),
+        "unit_owner": unit_owner(REQUEST["unit"]),
         "caches": listing(os.path.join(root, "cache")),
         "state": read_json(os.path.join(root, "state.json")),
         "results": results(os.path.join(root, "results")),

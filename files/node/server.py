@@ -1,7 +1,11 @@
-"""Start, stop and await the server that supervisor keeps, printing what happens as it happens.
+"""Start, stop and await the server that supervisor or systemd keeps, printing what happens as it happens.
 
-REQUEST: root, actions (of "stop", "start", "wait", "shut_down", in order), address, port, script, log, tier, runs_on,
-conf, deadline_s, seen and never (regular expressions over the log since this start).
+REQUEST: root, actions (of "stop", "start", "wait", "roll_back", "shut_down", in order), manager ("supervisor" or
+"systemd"), unit, address, port, script, log, tier, runs_on, conf, files (what the server is started from), deadline_s,
+seen and never (regular expressions over the log since this start), phases [[regular expression, words]].
+
+run/server.json is the record of the server that was started last; run/ready.json what it was started from, once it was
+ready; run/previous.json that of the server before it, until the new one is ready; run/failure.json the last failure.
 """
 
 import re
@@ -9,39 +13,31 @@ import signal
 import subprocess
 
 ROOT = REQUEST["root"]
-RECORD = os.path.join(ROOT, "run", "server.json")
-SOCKET = os.path.join(ROOT, "run", "supervisor.sock")
-PROGRAM = "sglang-server"
-TROUBLE = re.compile(r"Error|Exception|Traceback|errno|CUDA|OOM|killed|No such file", re.I)
+RUN = os.path.join(ROOT, "run")
+RECORD, READY, PREVIOUS, FAILURE = (
+    os.path.join(RUN, name) for name in ("server.json", "ready.json", "previous.json", "failure.json")
+)
 # SGLang lives on after some fatal errors; these end the wait at once. Its own words, read in 0.5.9's sources.
 FATAL = re.compile(r"\[Errno \d+\] error while attempting to bind|Scheduler hit an exception|Received sigquit")
-TELLING = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:]+[^\]]*\] (?!.*(WARNING|HTTP/1|Ignore import error))(.+)")
+TELLING = re.compile(
+    r"^\[\d{4}-\d\d-\d\d [\d:]+[^\]]*\] (?!.*(WARNING|HTTP/1|INFO: |Ignore import error))(.+)|^(Loading .*\d+%.*)"
+)
+# What supervisord is started with; the launch script sets the server's own environment.
+PLAIN_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": RUN, "LANG": "C.UTF-8"}
+
+
+class Failed(Exception):
+    """A server that did not come up; the message says how it showed."""
 
 
 def say(message):
     print(message, flush=True)
 
 
-def group_of(pid):
-    """What server_processes needs to know of a live process that leads its group, or None."""
-    info = process(pid) if pid else None
-    return info and {"boot_id": boot_id(), "pgid": pid, "started_ticks": info["started"]}
-
-
-def running(api):
-    """supervisor's word on the program, or None when it does not know it or does not answer."""
-    try:
-        return api.getProcessInfo(PROGRAM) if api is not None else None
-    except (OSError, xmlrpc.client.Error, http.client.HTTPException):
-        return None
-
-
-def end(pids, number):
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            pass
+def remove(*paths):
+    for path in paths:
+        if os.path.exists(path):
+            os.unlink(path)
 
 
 def until(holds, seconds):
@@ -54,185 +50,385 @@ def until(holds, seconds):
     return True
 
 
+class Supervisor:
+    """supervisord, from gpuwright's own tools, over its unix socket."""
+
+    program = "sglang-server"
+
+    def __init__(self):
+        self.socket = os.path.join(RUN, "supervisor.sock")
+        self.log = os.path.join(ROOT, "logs", "supervisord.log")
+
+    def seen(self):
+        return supervisor_status(self.socket)
+
+    def start(self):
+        api = supervisor(self.socket)
+        if api is None:
+            command = [os.path.join(ROOT, "tools", "bin", "supervisord"), "-c", REQUEST["conf"]]
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=PLAIN_ENV
+            )
+            if done.returncode:
+                raise Failed("supervisord does not start:\n%s" % done.stdout.decode("utf-8", "replace"))
+            if not until(lambda: supervisor(self.socket) is not None, 20):
+                raise Failed("supervisord does not answer on %s; see %s" % (self.socket, self.log))
+            api = supervisor(self.socket)
+        else:
+            added, changed, removed = api.reloadConfig()[0]
+            for name in changed + removed:
+                api.removeProcessGroup(name)
+            for name in changed + added:
+                api.addProcessGroup(name)
+        api.startProcess(self.program, False)
+
+    def stop(self):
+        """Ask for the end; does not wait for it."""
+        api = supervisor(self.socket)
+        try:
+            if api is not None:
+                api.stopProcess(self.program, False)
+        except xmlrpc.client.Fault:
+            pass  # it does not run
+
+    def settled(self):
+        return (self.seen() or {"status": ""})["status"] != "STOPPING"
+
+    def shut_down(self):
+        api = supervisor(self.socket)
+        if api is not None:
+            api.shutdown()
+            if not until(lambda: supervisor(self.socket) is None, 20):
+                fail("supervisord does not end; see %s" % self.log)
+            say("supervisord ends")
+
+
+class Systemd:
+    """A unit of the system's systemd."""
+
+    log = "journalctl -u %s" % REQUEST["unit"]
+
+    def seen(self):
+        return systemd_status(REQUEST["unit"], ROOT)
+
+    def start(self):
+        systemctl("daemon-reload")
+        systemctl("reset-failed", REQUEST["unit"])  # fails where nothing has failed
+        for command in ("enable", "start"):  # start: until the script is executed, not until the server answers
+            code, said = systemctl(command, REQUEST["unit"])
+            if code:
+                raise Failed("systemctl %s %s: %s" % (command, REQUEST["unit"], said))
+
+    def stop(self):
+        """Ask for the end; does not wait for it."""
+        if self.seen():
+            systemctl("stop", "--no-block", REQUEST["unit"])
+
+    def settled(self):
+        return not (self.seen() or {"status": ""})["status"].startswith("deactivating")
+
+    def shut_down(self):
+        if self.seen():
+            systemctl("disable", REQUEST["unit"])
+
+
+MANAGERS = {"supervisor": Supervisor, "systemd": Systemd}
+
+
+def managers():
+    """The declared manager first, then the other, which may still keep an earlier server."""
+    names = sorted(MANAGERS, key=lambda name: name != REQUEST["manager"])
+    return [MANAGERS[name]() for name in names if name == "supervisor" or has_systemd()]
+
+
+def identity(pid, manager, cgroup):
+    """What server_processes needs to know of a live server process, or None."""
+    info = process(pid) if pid else None
+    if info is None:
+        return None
+    return {
+        "pid": pid,
+        "pgid": pid,  # either supervisor gives it a group of its own
+        "started_ticks": info["started"],
+        "boot_id": boot_id(),
+        "manager": manager,
+        "cgroup": cgroup,
+    }
+
+
+def end(pids, number):
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+
 def stop(patience=30):
-    """End the server and every process of its group: asked first, killed after `patience` seconds."""
-    groups = [read_json(RECORD)]
-    api = supervisor(SOCKET)
-    info = running(api)
-    if info and info["statename"] in ("RUNNING", "STARTING", "BACKOFF", "STOPPING"):
-        groups.append(group_of(info["pid"]))  # not the recorded one, if supervisor has restarted it
-        say("stopping the server (pid %d) and its children" % info["pid"])
-        if info["statename"] != "STOPPING":
-            api.stopProcess(PROGRAM, False)
+    """End the server and every process that is ours: asked first, killed after `patience` seconds."""
+    record = read_json(RECORD)
+    groups = [record]
+    for manager in managers():
+        seen = manager.seen()
+        if seen and seen["pid"]:
+            say("stopping the server (pid %d) and its children" % seen["pid"])
+            groups.append(identity(seen["pid"], seen["manager"], seen["cgroup"]))  # not the recorded, after a restart
 
     def left():
-        return sorted({pid for group in groups for pid in server_processes(group)})
+        return sorted({pid for group in groups for pid in server_processes(group)} | set(marked_processes(ROOT)))
 
-    if not info:
-        for pid in left():
-            say("ending a process left of an earlier server: %d %s" % (pid, command_line(pid)[:60]))
-        end(left(), signal.SIGTERM)
+    ours = left()
+    managed = {pid for group in groups[1:] for pid in server_processes(group)}
+    strays = [pid for pid in ours if pid not in managed]
+    for pid in strays:
+        say("ending a process left of an earlier server: %d %s" % (pid, command_line(pid)[:60]))
+    for manager in managers():
+        manager.stop()
+    end(strays, signal.SIGTERM)
     if not until(lambda: not left(), patience):
         say("still there after %d s, so killed: %s" % (patience, ", ".join(map(str, left()))))
         end(left(), signal.SIGKILL)
         if not until(lambda: not left(), 10):
             fail("processes %s of the server cannot be ended, even by SIGKILL" % left())
-    if info and not until(lambda: (running(api) or {"statename": ""})["statename"] != "STOPPING", 20):
-        fail("supervisor still holds the server for stopping; see %s" % os.path.join(ROOT, "logs", "supervisord.log"))
-    if os.path.exists(RECORD):
-        os.unlink(RECORD)
+    for manager in managers():
+        if not until(manager.settled, 45):
+            fail("the server is gone, but its supervisor still holds it for stopping; see %s" % manager.log)
+    wait_for_gpu_memory(ours)
+    ready = read_json(READY)
+    if record and record.get("ready_at") and ready:
+        write_json(PREVIOUS, ready)
+    remove(RECORD, READY)
+
+
+def wait_for_gpu_memory(pids):
+    """Until the driver lists none of the ended processes any more; where there is no nvidia-smi, there is no GPU."""
+    if pids and not until(lambda: not set(gpu_processes()) & set(pids), 60):
+        held = sorted(set(gpu_processes()) & set(pids))
+        fail(
+            "processes %s are gone, but their GPU memory is not: nvidia-smi still lists them after 60 s\n"
+            "    -> reset the GPU (nvidia-smi --gpu-reset) or reboot, then deploy again" % held
+        )
+
+
+def gpu_processes():
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [int(row) for row in done.stdout.decode().split() if row.isdigit()]
 
 
 def start():
-    """Start the program under supervisord, which is started itself if it does not run."""
+    """Start the server of REQUEST under its manager, and record which process it is."""
     holder = port_holder(REQUEST["port"])
     if holder:
-        fail(
+        raise Failed(
             "port %d is held by pid %s (%s): end it, or set another port"
             % (REQUEST["port"], holder["pid"], holder["command"])
         )
-    api = supervisor(SOCKET)
-    if api is None:
-        command = [os.path.join(ROOT, "tools", "bin", "supervisord"), "-c", REQUEST["conf"]]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        if done.returncode:
-            fail("supervisord does not start:\n%s" % done.stdout.decode("utf-8", "replace"))
-        deadline = time.time() + 20
-        while api is None and time.time() < deadline:
-            time.sleep(0.1)
-            api = supervisor(SOCKET)
-        if api is None:
-            fail("supervisord does not answer on %s; see %s" % (SOCKET, os.path.join(ROOT, "logs", "supervisord.log")))
-    else:
-        added, changed, removed = api.reloadConfig()[0]
-        for name in changed + removed:
-            api.removeProcessGroup(name)
-        for name in changed + added:
-            api.addProcessGroup(name)
+    remove(FAILURE)
+    manager = MANAGERS[REQUEST["manager"]]()
     offset = os.path.getsize(REQUEST["log"]) if os.path.exists(REQUEST["log"]) else 0
-    api.startProcess(PROGRAM, False)
-    deadline = time.time() + 10
-    info = api.getProcessInfo(PROGRAM)
-    while not info["pid"] and time.time() < deadline:
-        if info["statename"] in ("FATAL", "EXITED"):
-            break
-        time.sleep(0.05)
-        info = api.getProcessInfo(PROGRAM)
-    live = process(info["pid"]) if info["pid"] else None
-    if live is None:
-        fail("the server ended at once (%s)%s" % (info["spawnerr"] or info["statename"], last_words(offset)))
-    write_json(
-        RECORD,
-        {
-            "pid": info["pid"],
-            "pgid": info["pid"],
-            "started_ticks": live["started"],
-            "boot_id": boot_id(),
-            "started_at": now(),
-            "tier": REQUEST["tier"],
-            "script": REQUEST["script"],
-            "log": REQUEST["log"],
-            "log_offset": offset,
-            "runs_on": REQUEST["runs_on"],
-        },
-    )
-    say("started tier %s: pid %d, log %s" % (REQUEST["tier"], info["pid"], REQUEST["log"]))
+    manager.start()
+    until(lambda: (manager.seen() or {"pid": 0})["pid"] or (manager.seen() or {"ended": 0})["ended"], 15)
+    seen = manager.seen()
+    record = identity(seen["pid"], REQUEST["manager"], seen["cgroup"]) if seen and seen["pid"] else None
+    record = record or {"pid": None, "pgid": -1, "started_ticks": 0, "boot_id": boot_id(), "cgroup": None}
+    record.update(
+        started_at=now(), tier=REQUEST["tier"], script=REQUEST["script"], log=REQUEST["log"], log_offset=offset,
+        runs_on=REQUEST["runs_on"],
+    )  # fmt: skip
+    write_json(RECORD, record)
+    if record["pid"] is None:
+        raise Failed("it ended at once (%s)" % (seen["status"] if seen else "its supervisor does not know it"))
+    say("started tier %s: pid %d, log %s" % (REQUEST["tier"], record["pid"], REQUEST["log"]))
 
 
-def log_since(offset):
-    """The log's text since `offset` (all of it, if the log was rotated since)."""
-    try:
-        with open(REQUEST["log"], "rb") as handle:
-            size = os.fstat(handle.fileno()).st_size
-            handle.seek(offset if size >= offset else 0)
-            return handle.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
+class Log:
+    """A log from an offset on, read as it grows (from the beginning, once it was rotated)."""
+
+    def __init__(self, path, offset):
+        self.path, self.offset, self.text = path, offset, ""
+
+    def read(self):
+        try:
+            with open(self.path, "rb") as handle:
+                if os.fstat(handle.fileno()).st_size < self.offset:
+                    self.offset = 0
+                handle.seek(self.offset)
+                fresh = handle.read()
+        except OSError:
+            return self.text
+        self.offset += len(fresh)
+        self.text += fresh.decode("utf-8", "replace")
+        return self.text
 
 
-def last_words(offset):
-    """The log's last error and its last lines, for a message."""
-    lines = [line for line in log_since(offset).splitlines() if line.strip()]
-    if not lines:
-        return "; its log %s is empty" % REQUEST["log"]
-    errors = [line for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Unsupported)\b.*", line)]
-    errors = errors or [line for line in lines if TROUBLE.search(line)]
-    text = "\n".join("    " + line[:300] for line in lines[-12:])
-    last = "\nlast error: %s" % errors[-1].strip()[:500] if errors else ""
-    return "%s\nlast lines of %s:\n%s" % (last, REQUEST["log"], text)
+class Progress:
+    """How far a start is, by the last phase that the log names and its latest telling line."""
+
+    def __init__(self, begin):
+        self.phase, self.since, self.shown, self.begin, self.index = "starting", begin, begin, begin, 0
+        self.phases = [(re.compile(pattern), words) for pattern, words in REQUEST["phases"]]
+        self.line = ""
+
+    def look(self, text):
+        lines = text.splitlines()
+        for line in lines[self.index :]:
+            for pattern, words in self.phases:
+                if pattern.search(line) and words != self.phase:
+                    self.phase, self.since = words, time.time()
+            told = TELLING.match(line)
+            if told:
+                self.line = (told.group(2) or told.group(3))[:90]
+        self.index = max(0, len(lines) - 1)  # the last line may be half written
+        elapsed = time.time() - self.begin
+        if time.time() - self.shown >= 5:
+            self.shown = time.time()
+            inside = time.time() - self.since
+            say("%4d s of %d: %s (%d s): %s" % (elapsed, REQUEST["deadline_s"], self.phase, inside, self.line))
 
 
-def phase(text):
-    """The last line of SGLang's own logger that tells how far it is, shortened."""
-    for line in reversed(text.splitlines()):
-        found = TELLING.match(line)
-        if found:
-            return found.group(2)[:100]
-    return "starting"
+def workers(parent):
+    """The engine's own processes under the server: {pid: what it was called}. Compilers come and go; these do not."""
+    found = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        info = process(pid)
+        if info and info["ppid"] == parent:
+            line = command_line(pid)
+            if line.startswith("sglang::"):
+                found[pid] = line[:60]
+    return found
 
 
 def wait():
-    """Until /health answers 200 and one token was generated; ends early when the server does, or at the deadline."""
+    """Until the server answers, generates and shows that its tier took effect. Raises Failed as soon as it cannot."""
     record = read_json(RECORD)
     if record is None:
         fail("there is no record of a started server (%s)" % RECORD)
-    api = supervisor(SOCKET)
-    begin, shown = time.time(), 0.0
-    offset = record["log_offset"]
+    manager = MANAGERS[REQUEST["manager"]]()
+    begin, log, known = time.time(), Log(REQUEST["log"], record["log_offset"]), {}
+    progress = Progress(begin)
     while True:
-        elapsed = time.time() - begin
-        info = running(api)
-        text = log_since(offset)
-        if not info or info["statename"] not in ("RUNNING", "STARTING") or info["pid"] != record["pid"]:
-            words = last_words(offset)
-            stop(patience=5)
-            fail(
-                "the server ended %d s after its start (%s)%s"
-                % (elapsed, info["statename"] if info else "supervisord is gone", words)
-            )
-        if FATAL.search(text):
-            time.sleep(1)  # let it finish its traceback
-            words = last_words(offset)
-            stop(patience=5)
-            fail("the server met a fatal error and did not end by itself%s" % words)
+        text = log.read()
+        progress.look(text)
+        problem = trouble(record, manager, text, known)
+        if problem:
+            until(lambda: not process(record["pid"]), 3)  # let it finish its traceback
+            raise Failed(problem)
         if http_status("/health", 5) == 200:
             break
-        if elapsed > REQUEST["deadline_s"]:
-            words = last_words(offset)
-            stop(patience=5)
-            fail("the server was not ready within %d s%s" % (REQUEST["deadline_s"], words))
-        if elapsed - shown >= 5:
-            shown = elapsed
-            say("%4d s of %d: %s" % (elapsed, REQUEST["deadline_s"], phase(text)))
+        if time.time() - begin > REQUEST["deadline_s"]:
+            inside = time.time() - progress.since
+            raise Failed(
+                "it was not ready within %d s; the last %d s of them: %s"
+                % (REQUEST["deadline_s"], inside, progress.phase)
+            )
         time.sleep(0.5)
-    if http_status("/health_generate", 60) != 200:
-        fail("the server answers /health, but does not generate%s" % last_words(offset))
-    text = log_since(offset)
+    status = http_status("/health_generate", 60)
+    if status != 200:
+        raise Failed("it answers /health, but does not generate: /health_generate gave %s" % (status or "no answer"))
+    text = log.read()
     missing = [pattern for pattern in REQUEST["seen"] if not re.search(pattern, text)]
     unwanted = [line for line in text.splitlines() if any(re.search(pattern, line) for pattern in REQUEST["never"])]
     if missing or unwanted:
-        stop(patience=5)
-        fail(
-            "tier %s came up but did not take effect:%s%s"
+        raise Failed(
+            "it came up, but the tier did not take effect:%s%s"
             % (
-                REQUEST["tier"],
                 "".join("\n    never logged: %s" % pattern for pattern in missing),
                 "".join("\n    logged: %s" % line[:300] for line in unwanted[:3]),
             )
         )
     record["ready_at"] = now()
+    write_json(READY, started_from(record))
     write_json(RECORD, record)
+    remove(PREVIOUS)
     say("ready after %d s: pid %d answers on port %d" % (time.time() - begin, record["pid"], REQUEST["port"]))
 
 
+def trouble(record, manager, text, known):
+    """What shows that the server will not come up, or None. `known` remembers its workers from call to call."""
+    seen = manager.seen()
+    if not seen:
+        return "its supervisor is gone (%s)" % manager.log
+    if seen["pid"] and seen["pid"] != record["pid"]:
+        return "it ended, and its supervisor has started it again"
+    if not seen["pid"] or not process(record["pid"]):
+        return "it ended (%s)" % seen["status"]
+    found = FATAL.search(text)
+    if found:
+        line = text[text.rfind("\n", 0, found.start()) + 1 : text.find("\n", found.start())]
+        return "it logged a fatal error: %s" % line[:200]
+    there = workers(record["pid"])
+    gone = {pid: name for pid, name in known.items() if pid not in there}
+    if gone:
+        return "its process %s ended, and it lives on" % ", ".join("%s (pid %d)" % (gone[pid], pid) for pid in gone)
+    known.update(there)
+    holder = port_holder(REQUEST["port"])
+    if holder and holder["pid"] not in server_processes(record):
+        return "port %d was taken by pid %s (%s) meanwhile" % (REQUEST["port"], holder["pid"], holder["command"])
+    return None
+
+
+def started_from(record):
+    """Everything needed to start this server again: its files as they are now, and this request."""
+    files = []
+    for path in REQUEST["files"]:
+        with open(path, encoding="utf-8") as handle:
+            files.append({"path": path, "text": handle.read(), "mode": os.stat(path).st_mode & 0o777})
+    request = {key: value for key, value in REQUEST.items() if key != "actions"}
+    return {"tier": record["tier"], "request": request, "files": files}
+
+
+def roll_back():
+    """Start the server again that was ready before the one that failed, from the very files it was started from."""
+    previous, failure = read_json(PREVIOUS), read_json(FAILURE) or {}
+    failed = REQUEST["tier"]
+    if previous is None:
+        say("no server was ready before it, so there is none to go back to")
+        return
+    if previous["request"]["runs_on"] == REQUEST["runs_on"]:
+        say("the server that ran before it was started from the very same, so it is not tried again")
+        return
+    say("going back to tier %s, which was ready before" % previous["tier"])
+    for file in previous["files"]:
+        write_atomic(file["path"], file["text"].encode(), file["mode"])
+    REQUEST.update(previous["request"])
+    try:
+        start()
+        wait()
+    except Failed as error:
+        stop(patience=5)
+        write_json(FAILURE, failure)
+        fail("tier %s did not come up, and neither did tier %s after it: %s" % (failed, previous["tier"], error))
+    write_json(FAILURE, dict(failure, rolled_back_to=previous["tier"]))
+    say("tier %s did not come up; tier %s serves again" % (failed, previous["tier"]))
+
+
 def shut_down():
-    """End supervisord itself."""
-    api = supervisor(SOCKET)
-    if api is not None:
-        api.shutdown()
-        say("supervisord ends")
+    """End the supervisors themselves, and forget what could be gone back to."""
+    for manager in managers():
+        manager.shut_down()
+    remove(READY, PREVIOUS, FAILURE)
 
 
-ACTIONS = {"stop": stop, "start": start, "wait": wait, "shut_down": shut_down}
-for action in REQUEST["actions"]:
-    ACTIONS[action]()
+def main():
+    actions = {"stop": stop, "start": start, "wait": wait, "roll_back": roll_back, "shut_down": shut_down}
+    try:
+        for action in REQUEST["actions"]:
+            actions[action]()
+    except Failed as error:
+        record = read_json(RECORD) or {}
+        stop(patience=5)
+        write_json(
+            FAILURE,
+            {
+                "tier": REQUEST["tier"], "why": str(error), "log": REQUEST["log"], "at": now(),
+                "log_offset": record.get("log_offset", 0),
+            },
+        )  # fmt: skip
+        fail("tier %s did not come up: %s" % (REQUEST["tier"], error))
+
+
+main()

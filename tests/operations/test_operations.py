@@ -152,6 +152,7 @@ def test_verify(collect: Collect) -> None:
     assert {proof["id"]: proof["expect"] for proof in request["proofs"]} == {
         "torch-cuda": "12.8",
         "glm-5-config": "True",
+        "engine-arguments": None,
     }
     assert request["env"] == {"LD_LIBRARY_PATH": f"{ROOT}/lib"}
 
@@ -179,7 +180,8 @@ def test_apply_series_brings_a_missing_file_back_with_its_distribution(collect: 
     sync, patch = collect(patches.apply_series, LAB, with_patched(None))
     assert isinstance(sync, NodeCommand) and "--reinstall-package flashinfer-python" in sync.line
     files = request_of(patch, "patch_files")["files"]
-    assert [file["path"] for file in files] == [patch.file for patch in LAB.patches], "all patches of the distribution"
+    paths = [patch.file for patch in LAB.patches if patch.distribution == PATCH.distribution]
+    assert [file["path"] for file in files] == paths, "all patches of the distribution"
 
 
 def test_apply_series_replaces_a_foreign_file_only_when_asked_to(collect: Collect) -> None:
@@ -198,7 +200,7 @@ def test_probe(collect: Collect) -> None:
     (command,) = collect(patches.probe, LAB, EMPTY)
     request = request_of(command, "prove")
     assert request["stamp"] == f"{ROOT}/run/patches.json" and request["value"] == LAB.patches_stamp
-    assert [proof["id"] for proof in request["proofs"]][:2] == [patch.id for patch in LAB.patches]
+    assert [proof["id"] for proof in request["proofs"]][:3] == [patch.id for patch in LAB.patches]
 
 
 def test_provide_the_tiny_model(collect: Collect) -> None:
@@ -225,7 +227,9 @@ def test_configure(collect: Collect) -> None:
 
 def test_run_tier(collect: Collect) -> None:
     (command,) = collect(service.run_tier, LAB, EMPTY)
-    request = request_of(command, "server")
+    assert isinstance(command, FunctionCommand) and command.function is service.serve
+    assert command.args == (LAB, ["stop", "start", "wait"], runs_on(LAB, EMPTY), "supervisor")
+    request = request_of(node.run_server(*command.args), "server")
     assert request["actions"] == ["stop", "start", "wait"] and request["runs_on"] == runs_on(LAB, EMPTY)
     assert request["log"] == f"{ROOT}/logs/sglang-server-baseline.log"
     assert request["seen"] == ["Using KV cache dtype: torch.bfloat16"] and request["deadline_s"] == 300

@@ -490,7 +490,7 @@ def test_a_host_with_nothing_of_ours(tmp_path: Path) -> None:
     state = observed(lab_spec(root=str(tmp_path / "not" / "there"), port=1))
     assert state.root_writable and state.disk_free_bytes > 0 and state.memory_bytes > 0
     assert state.venv is None and state.tools is None and state.model is None and state.state is None
-    assert state.server.pid is None and not state.server.supervised and state.port is None
+    assert state.server.pid is None and state.server.manager is None and state.port is None
     assert state.commands["sh"]
 
 

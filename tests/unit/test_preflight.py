@@ -9,14 +9,14 @@ import pytest
 from gpuwright import plan as p
 from gpuwright.plan import plan
 from gpuwright.preflight import problems, report, shell_failure
-from gpuwright.state import SeenPort, SeenServer
-from tests.make import GIB, empty_state, gpu_spec, lab_spec, settled_state
+from gpuwright.state import SeenPort
+from tests.make import GIB, STOPPED, empty_state, gpu_spec, lab_spec, settled_state
 
 LAB = lab_spec()
 
 
 def said(installed: bool = False, **changed: Any) -> str:
-    return report(problems(LAB, empty_state(LAB, **changed), installed=installed))
+    return report(problems(LAB, empty_state(LAB, **changed), installed=installed, manager="supervisor"))
 
 
 def test_a_good_host_has_no_problem() -> None:
@@ -55,7 +55,7 @@ def test_all_lacks_are_named_together() -> None:
 
 
 def test_our_own_server_may_hold_the_port() -> None:
-    server = SeenServer(supervised=True, status="RUNNING", pid=7, record={}, processes=[7, 8], health=200)
+    server = STOPPED.model_copy(update={"status": "RUNNING", "pid": 7, "processes": [7, 8], "health": 200})
     assert said(port=SeenPort(pid=8, command="sglang"), server=server) == ""
 
 
@@ -67,12 +67,12 @@ def test_an_installed_stack_needs_no_second_15_gib() -> None:
 
 def test_a_downloadable_python_is_no_problem() -> None:
     spec = lab_spec(python_download=True)
-    assert problems(spec, empty_state(spec, interpreter=None), installed=False) == []
+    assert problems(spec, empty_state(spec, interpreter=None), installed=False, manager="supervisor") == []
 
 
 def test_a_root_too_long_for_a_unix_socket_is_refused_first() -> None:
     spec = lab_spec(root="/" + "x" * 90)
-    assert "shorter `root`" in report(problems(spec, empty_state(spec), installed=False))
+    assert "shorter `root`" in report(problems(spec, empty_state(spec), installed=False, manager="supervisor"))
 
 
 def test_a_problem_blocks_the_host() -> None:

@@ -1,18 +1,26 @@
 #!/usr/bin/env bash
 # run_tp8_dp_attention.sh: data-parallel attention over the eight GPUs; chunked prefill is divided by dp
-# tier dp-attention of ladder glm5-nvfp4, stack sglang-0.5.9-cu128
-# runtime 558a6dac4fe0cb2b, patch set 50188a75c2a01aee
+# tier dp-attention (3.3) of ladder glm5-nvfp4, stack sglang-0.5.9-cu128
+# runtime 1a0c6a6894cd7063, patch set 3efec6a620dc9366
 # Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers.yaml instead.
 set -euo pipefail
+# Whoever starts this, the server's environment is what is written here and nothing else.
+[ -n "${GPUWRIGHT_SCRIPT-}" ] ||
+  exec env -i GPUWRIGHT_SCRIPT="$0" GPUWRIGHT_SUPERVISED="${GPUWRIGHT_SUPERVISED-}" /bin/bash "$0"
 # A connection is a file: 1024 concurrent requests need more than the usual soft limit.
 ulimit -n "$(ulimit -Hn)" || true
 
 export PATH=/opt/gpuwright/venv/bin:/usr/local/cuda-12.8/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export CUDA_HOME=/usr/local/cuda-12.8
-export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/558a6dac4fe0cb2b/flashinfer
-export TRITON_CACHE_DIR=/opt/gpuwright/cache/558a6dac4fe0cb2b/triton
-export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/558a6dac4fe0cb2b/inductor
+export HOME=/opt/gpuwright/run
+export LANG=C.UTF-8
+export XDG_CACHE_HOME=/opt/gpuwright/cache/1a0c6a6894cd7063/xdg
+export HF_HOME=/opt/gpuwright/cache/1a0c6a6894cd7063/huggingface
+export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/1a0c6a6894cd7063/flashinfer
+export TRITON_CACHE_DIR=/opt/gpuwright/cache/1a0c6a6894cd7063/triton
+export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/1a0c6a6894cd7063/inductor
 export HF_HUB_OFFLINE=1
+export SPT_NOENV=1
 export SGLANG_ENABLE_JIT_DEEPGEMM=0
 export OMP_NUM_THREADS=8
 export SAFETENSORS_FAST_GPU=1

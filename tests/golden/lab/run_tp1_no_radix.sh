@@ -1,18 +1,26 @@
 #!/usr/bin/env bash
 # run_tp1_no_radix.sh: no prefix cache, so every prompt is prefilled in full
-# tier no-radix of ladder lab-cpu, stack sglang-0.5.9-cu128
-# runtime 2f9f7518bcca5b10, patch set 50188a75c2a01aee
+# tier no-radix (1.1) of ladder lab-cpu, stack sglang-0.5.9-cu128
+# runtime 43699edf1635569a, patch set 3efec6a620dc9366
 # Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers.yaml instead.
 set -euo pipefail
+# Whoever starts this, the server's environment is what is written here and nothing else.
+[ -n "${GPUWRIGHT_SCRIPT-}" ] ||
+  exec env -i GPUWRIGHT_SCRIPT="$0" GPUWRIGHT_SUPERVISED="${GPUWRIGHT_SUPERVISED-}" /bin/bash "$0"
 # A connection is a file: 1024 concurrent requests need more than the usual soft limit.
 ulimit -n "$(ulimit -Hn)" || true
 
 export PATH=/opt/gpuwright/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export LD_LIBRARY_PATH=/opt/gpuwright/lib
-export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/2f9f7518bcca5b10/flashinfer
-export TRITON_CACHE_DIR=/opt/gpuwright/cache/2f9f7518bcca5b10/triton
-export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/2f9f7518bcca5b10/inductor
+export HOME=/opt/gpuwright/run
+export LANG=C.UTF-8
+export XDG_CACHE_HOME=/opt/gpuwright/cache/43699edf1635569a/xdg
+export HF_HOME=/opt/gpuwright/cache/43699edf1635569a/huggingface
+export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/43699edf1635569a/flashinfer
+export TRITON_CACHE_DIR=/opt/gpuwright/cache/43699edf1635569a/triton
+export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/43699edf1635569a/inductor
 export HF_HUB_OFFLINE=1
+export SPT_NOENV=1
 export OMP_NUM_THREADS=2
 
 exec /opt/gpuwright/venv/bin/python -m sglang.launch_server \

@@ -1,0 +1,137 @@
+"""The rules of catalog/rules.yaml: what must hold between a tier's arguments, environment, model and GPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.sandbox import SandboxedEnvironment
+from packaging.requirements import Requirement
+from pydantic import Field
+
+from gpuwright.errors import InputError, nearest
+from gpuwright.fields import RequirementText, Slug
+from gpuwright.flags import Flag
+from gpuwright.ladder import Ladder, Tier
+from gpuwright.yamlfile import Loc, Origin, Row
+
+
+class Rule(Row):
+    """Where `when` is true, `require` must be true too; else `message` says why not and what to write instead.
+
+    Both are Jinja expressions over `args` (dashes as underscores), `env`, `tp`, `nodes`, `model_type`,
+    `compute_capability` (text, or none) and `device`; `is matching("…")` tests a whole text by a regular expression.
+    `engine` says which versions of the engine the rule was read from.
+    """
+
+    id: Slug
+    engine: RequirementText
+    when: str = "true"
+    require: str
+    message: str
+    source: str
+
+
+class Rules(Row):
+    """catalog/rules.yaml."""
+
+    rules: list[Rule] = Field(min_length=1)
+
+
+NAMES = ("args", "env", "tp", "nodes", "model_type", "compute_capability", "device")
+
+
+def _environment() -> SandboxedEnvironment:
+    environment = SandboxedEnvironment()
+    environment.tests["matching"] = lambda value, pattern: re.fullmatch(pattern, str(value)) is not None
+    return environment
+
+
+def rule_errors(
+    rules: Iterable[Rule], origin: Origin, engines: Mapping[str, str], flags: Mapping[str, Mapping[str, Flag]]
+) -> list[InputError]:
+    """What is wrong with the rules themselves: a bad expression, or an argument that no such engine has.
+
+    `engines`: "sglang==0.5.9" by stack; `flags`: the engine's flags by stack.
+    """
+    errors, seen, environment = [], set(), _environment()
+    for index, rule in enumerate(rules):
+        loc: Loc = ("rules", index)
+        if rule.id in seen:
+            errors.append(origin.error((*loc, "id"), f'"{rule.id}" is used twice'))
+        seen.add(rule.id)
+        covered = [stack for stack, pin in engines.items() if _covers(rule, pin)]
+        known = {flag.replace("-", "_") for stack in covered for flag in flags[stack]}
+        for key in ("when", "require"):
+            try:
+                tree = environment.parse("{{ " + getattr(rule, key) + " }}")
+                environment.compile_expression(getattr(rule, key))
+            except jinja2.TemplateSyntaxError as error:
+                errors.append(origin.error((*loc, key), f"is not an expression: {error.message}"))
+                continue
+            for name in sorted({node.name for node in tree.find_all(nodes.Name)} - set(NAMES)):
+                errors.append(origin.error((*loc, key), f'there is no "{name}"', nearest(name, NAMES)))
+            for node in tree.find_all(nodes.Getattr):
+                of = node.node
+                if isinstance(of, nodes.Name) and of.name == "args" and known and node.attr not in known:
+                    problem = f"{rule.engine} has no argument {node.attr.replace('_', '-')}"
+                    errors.append(origin.error((*loc, key), problem, nearest(node.attr, known)))
+    return errors
+
+
+def _covers(rule: Rule, pin: str) -> bool:
+    wanted, name, version = Requirement(rule.engine), *pin.split("==")
+    return wanted.name == name and wanted.specifier.contains(version, prereleases=True)
+
+
+def broken(rules: Iterable[Rule], ladder: Ladder, tier: Tier, engine: str) -> list[Rule]:
+    """The rules that a tier breaks and does not waive. `engine`: "sglang==0.5.9".
+
+    Raises jinja2.UndefinedError when a rule counts with an argument that is not set, without asking for it first.
+    """
+    args = {name.replace("-", "_"): value for name, value in ladder.merged_args(tier).items()}
+    context: dict[str, Any] = {
+        "args": args,
+        "env": ladder.merged_env(tier),
+        "tp": ladder.tp,
+        "nodes": ladder.nodes,
+        "model_type": ladder.model_type,
+        "compute_capability": ladder.compute_capability,
+        "device": "cpu" if args.get("device") == "cpu" else "cuda",
+    }
+    environment, waived = _environment(), {**ladder.waive, **tier.waive}
+
+    def true(expression: str) -> bool:
+        return bool(environment.compile_expression(expression)(**context))
+
+    return [
+        rule
+        for rule in rules
+        if rule.id not in waived and _covers(rule, engine) and true(rule.when) and not true(rule.require)
+    ]
+
+
+def broken_rules(
+    ladders: Mapping[str, Ladder], origin: Origin, rules: list[Rule], engines: Mapping[str, str]
+) -> list[InputError]:
+    """Every rule that a tier breaks, and every waiver of a rule that is not there."""
+    errors, ids = [], {rule.id for rule in rules}
+    for name, ladder in ladders.items():
+        loc: Loc = ("ladders", name)
+        said: set[str] = set()  # what the ladder's own arguments break is said once, at its first tier
+        waived: list[tuple[Loc, str]] = [((*loc, "waive", rule), rule) for rule in ladder.waive]
+        for index, tier in enumerate(ladder.tiers):
+            at: Loc = (*loc, "tiers", index)
+            waived += [((*at, "waive", rule), rule) for rule in tier.waive]
+            for rule in broken(rules, ladder, tier, engines[ladder.stack]):
+                if rule.id not in said:
+                    said.add(rule.id)
+                    hint = f"source: {rule.source}\n    to break it knowingly: waive: {{{rule.id}: the reason}}"
+                    errors.append(origin.error(at, f"{tier.name} breaks the rule {rule.id}: {rule.message}", hint))
+        for where, rule_id in waived:
+            if rule_id not in ids:
+                errors.append(origin.error(where, f'there is no rule "{rule_id}"', nearest(rule_id, ids)))
+    return errors

@@ -1,0 +1,116 @@
+"""catalog/signatures.yaml: every signature on a log excerpt of its own, and what is said of logs it does not know."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuwright import REPOSITORY
+from gpuwright.diagnose import Signature, diagnose, report
+from tests.make import catalogue
+
+CRASHES = Path(__file__).parent / "crashes"
+SIGNATURES = catalogue().signatures
+ROWS = {row.id: row for row in SIGNATURES.signatures}
+
+
+def test_there_is_an_excerpt_for_every_signature_and_no_other() -> None:
+    assert {path.stem for path in CRASHES.glob("*.log")} == set(ROWS)
+    assert len([row for row in ROWS.values() if row.kind == "cause"]) >= 40
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.id)
+def test_an_excerpt_is_diagnosed_as_its_own(row: Signature) -> None:
+    found = diagnose((CRASHES / f"{row.id}.log").read_text(), SIGNATURES)
+    assert found.cause is not None and found.cause.signature.id == row.id
+    assert found.verdict == ({"cause": "known", "wrapper": "unknown", "echo": "unknown"}.get(row.kind, found.verdict))
+    assert row.cause and row.remedy and row.source
+
+
+LOAD_ERROR = """\
+[2026-11-30 05:00:01 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "/opt/gpuwright/venv/lib/python3.12/site-packages/sglang/srt/managers/scheduler.py", line 3170, in run_scheduler
+    import sgl_kernel
+ImportError:
+[sgl_kernel] CRITICAL: Could not load any common_ops library!
+
+Error details from previous import attempts:
+- ImportError: libnuma.so.1: cannot open shared object file: No such file or directory
+[2026-11-30 05:00:02] Received sigquit from a child process. It usually means the child failed.
+"""
+
+
+def test_the_deepest_cause_wins_over_what_wraps_it() -> None:
+    found = diagnose(LOAD_ERROR, SIGNATURES)
+    assert found.cause is not None and found.cause.signature.id == "libnuma-missing"
+    assert {match.signature.id for match in found.others} >= {"common-ops-not-loaded", "received-sigquit"}
+    said = report(found, "/logs/x.log")
+    assert said.startswith("cause: ") and "Install libnuma1" in said and said.endswith("the whole log: /logs/x.log")
+
+
+UNKNOWN = """\
+[2026-11-30 05:00:00 TP0] Load weight begin. avail mem=93.10 GB
+[2026-11-30 05:00:01 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "/venv/lib/python3.12/site-packages/sglang/srt/a.py", line 10, in one
+    two()
+  File "/venv/lib/python3.12/site-packages/sglang/srt/a.py", line 20, in two
+    raise WeightMismatch("tensor x is 3, not 4")
+my.own.WeightMismatch: tensor x is 3, not 4
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/venv/lib/python3.12/site-packages/sglang/srt/a.py", line 12, in one
+    raise RuntimeError("could not load")
+RuntimeError: could not load
+
+[2026-11-30 05:00:02] Received sigquit from a child process. It usually means the child failed.
+Traceback (most recent call last):
+  File "/venv/lib/python3.12/multiprocessing/connection.py", line 399, in _recv
+    raise EOFError
+EOFError
+"""
+
+
+def test_an_unknown_crash_shows_its_innermost_exception_and_its_last_lines() -> None:
+    found = diagnose(UNKNOWN, SIGNATURES)
+    assert (found.verdict, found.exception) == ("unknown", "my.own.WeightMismatch: tensor x is 3, not 4")
+    said = report(found, "/logs/x.log")
+    assert "innermost exception: my.own.WeightMismatch" in said and "the last 17 lines:" in said
+    long = "\n".join(f"line {number}" for number in range(100)) + "\n" + UNKNOWN
+    assert len(diagnose(long, SIGNATURES).tail) == 30
+
+
+def test_what_the_engine_ignores_is_no_cause() -> None:
+    line = (
+        "[2026-11-30 05:00:00] Ignore import error when loading sglang.srt.models.x: libcuda.so.1: cannot open shared"
+    )
+    assert diagnose(line + " object file", SIGNATURES).verdict == "none"
+
+
+def test_a_log_without_a_crash_is_called_so() -> None:
+    assert diagnose("[2026-11-30 05:00:00] The server is fired up and ready to roll!\n", SIGNATURES).verdict == "none"
+    assert diagnose("", SIGNATURES).verdict == "none"
+
+
+def command(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gpuwright", "diagnose", *arguments],
+        cwd=REPOSITORY, input=stdin, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_the_command_diagnoses_any_log(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(LOAD_ERROR)
+    known, unknown = command(str(path)), command("-", stdin=UNKNOWN)
+    assert (known.returncode, unknown.returncode) == (0, 2)
+    assert "[libnuma-missing]" in known.stdout and "my.own.WeightMismatch" in unknown.stdout
+    answer = json.loads(command(str(path), "--json").stdout)
+    assert answer["verdict"] == "known" and answer["cause"]["id"] == "libnuma-missing" and answer["log"] == str(path)
+    absent = command(str(tmp_path / "absent.log"))
+    assert absent.returncode == 1 and "cannot be read: No such file or directory" in absent.stderr

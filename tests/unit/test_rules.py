@@ -1,0 +1,163 @@
+"""catalog/rules.yaml: for every rule a tier that keeps it and one that breaks it, judged as a deploy judges them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuwright.catalogue import CATALOG, load_catalogue
+from gpuwright.errors import InputErrors
+from gpuwright.ladder import Ladder, Tier
+from gpuwright.rules import Rules, broken, rule_errors
+from gpuwright.yamlfile import load_yaml
+from tests.make import catalogue
+
+ENGINE = "sglang==0.5.9"
+RULES = {rule.id: rule for rule in catalogue().rules}
+GPU = catalogue().ladders["glm5-nvfp4"]
+CPU = catalogue().ladders["lab-cpu"]
+PIECEWISE = {"enable-piecewise-cuda-graph": True, "piecewise-cuda-graph-max-tokens": 8192}
+NEXTN = {
+    "speculative-algorithm": "NEXTN", "speculative-num-steps": 3, "speculative-eagle-topk": 1,
+    "speculative-num-draft-tokens": 4,
+}  # fmt: skip
+V2 = {"SGLANG_ENABLE_SPEC_V2": "True"}
+MSCCLPP = {"enable-mscclpp": True}
+DP = {"enable-dp-attention": True, "dp-size": 8}
+
+# id: (what keeps the rule, what breaks it); each as changes of the GPU ladder's own: args, env, without, or the ladder.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "kv-cache-dtype": ({"args": {"kv-cache-dtype": "bfloat16"}}, {"without": ["kv-cache-dtype"]}),
+    "attention-backend-sm120": ({"args": {"attention-backend": "triton"}}, {"args": {"attention-backend": "nsa"}}),
+    "moe-backend-sm120": (
+        {"args": {"moe-runner-backend": "cutlass"}}, {"args": {"moe-runner-backend": "flashinfer_trtllm"}},
+    ),
+    "fp4-gemm-backend-sm120": (
+        {"args": {"fp4-gemm-backend": "flashinfer_cudnn"}}, {"args": {"fp4-gemm-backend": "flashinfer_trtllm"}},
+    ),
+    "deepgemm-off": ({}, {"without": ["SGLANG_ENABLE_JIT_DEEPGEMM"]}),
+    "deepgemm-name": ({}, {"env": {"SGLANG_ENABLE_DEEP_GEMM": "0"}}),
+    "page-size": ({"args": DP}, {"args": {"chunked-prefill-size": 8100}}),
+    "ep-size": ({"args": {"ep-size": 8}}, {"args": {"ep-size": 4}}),
+    "ep-size-a2a": (
+        {"args": {"moe-a2a-backend": "deepep", "ep-size": 8}}, {"args": {"moe-a2a-backend": "deepep", "ep-size": 1}},
+    ),
+    "moe-quantization": ({"args": {"quantization": "modelopt_fp8"}}, {"args": {"quantization": "fp8"}}),
+    "custom-all-reduce": ({}, {"without": ["disable-custom-all-reduce"]}),
+    "cuda-graph-max-bs": ({"args": {"cuda-graph-max-bs": 32}}, {"args": {"cuda-graph-max-bs": 512}}),
+    "mem-fraction": ({"args": {"mem-fraction-static": 0.9}}, {"args": {"mem-fraction-static": 0.98}}),
+    "watchdog-timeout": ({"args": {"watchdog-timeout": 3600}}, {"args": {"watchdog-timeout": 300}}),
+    "piecewise-exclusive": ({"args": PIECEWISE}, {"args": PIECEWISE | {"enable-torch-compile": True}}),
+    "piecewise-max-tokens": (
+        {"args": PIECEWISE}, {"args": PIECEWISE | {"piecewise-cuda-graph-max-tokens": 2048}},
+    ),
+    "piecewise-needs-the-switch": ({"args": PIECEWISE}, {"args": {"piecewise-cuda-graph-max-tokens": 8192}}),
+    "mscclpp-world-size": ({"args": MSCCLPP}, {"args": MSCCLPP, "ladder": {"tp": 4}}),
+    "mscclpp-max-bytes": (
+        {"args": MSCCLPP, "env": {"SGLANG_MSCCLPP_MAX_BYTES": "2MB"}},
+        {"args": MSCCLPP, "env": {"SGLANG_MSCCLPP_MAX_BYTES": "1.5MB"}},
+    ),
+    "mscclpp-needs-the-switch": (
+        {"args": MSCCLPP, "env": {"SGLANG_MSCCLPP_MAX_BYTES": "1MB"}}, {"env": {"SGLANG_MSCCLPP_MAX_BYTES": "1MB"}},
+    ),
+    "expandable-segments": (
+        {"env": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
+        {"args": MSCCLPP, "env": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}},
+    ),
+    "speculative-v2": ({"args": NEXTN, "env": V2}, {"args": NEXTN}),
+    "speculative-topk": ({"args": NEXTN, "env": V2}, {"args": NEXTN | {"speculative-eagle-topk": 2}, "env": V2}),
+    "draft-tokens": (
+        {"args": NEXTN, "env": V2}, {"args": NEXTN | {"speculative-num-draft-tokens": 3}, "env": V2},
+    ),
+    "dp-divides-tp": ({"args": DP}, {"args": DP | {"dp-size": 1}}),
+    "dp-over-nodes": ({"args": DP, "ladder": {"nodes": 2}}, {"args": {"dp-size": 2}, "ladder": {"nodes": 2}}),
+    "nccl-p2p-level": ({"env": {"NCCL_P2P_LEVEL": "PHB"}}, {"env": {"NCCL_P2P_LEVEL": "5"}}),
+    "nccl-ib-single-node": ({"ladder": {"nodes": 2}, "without": ["NCCL_IB_DISABLE"]}, {"without": ["NCCL_IB_DISABLE"]}),
+    "overridden-env": ({}, {"env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}),
+    "overridden-nccl-env": (
+        {"env": {"NCCL_NVLS_ENABLE": "1"}}, {"args": {"enable-symm-mem": True}, "env": {"NCCL_NVLS_ENABLE": "1"}},
+    ),
+    "cpu-attention-backend": ({"on": CPU}, {"on": CPU, "args": {"attention-backend": "flashinfer"}}),
+}  # fmt: skip
+
+
+def judged(rule: str, change: dict[str, Any]) -> list[str]:
+    """The rules that a tier with this change breaks, of the one named and all others."""
+    ladder: Ladder = change.get("on", GPU)
+    ladder = ladder.model_copy(update=change.get("ladder", {}))
+    fields = {key: change[key] for key in ("args", "env", "without") if key in change}
+    return [each.id for each in broken(RULES.values(), ladder, Tier(name="x", rank="0", about="x", **fields), ENGINE)]
+
+
+def test_every_rule_has_its_cases() -> None:
+    assert set(CASES) == set(RULES)
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_rule_is_kept_and_broken(rule: str) -> None:
+    keeps, breaks = CASES[rule]
+    assert rule not in judged(rule, keeps)
+    assert rule in judged(rule, breaks)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
+def test_a_rule_says_what_to_do_and_where_it_is_from(rule: Any) -> None:
+    assert rule.message and ("sglang 0.5.9" in rule.source or "https://" in rule.source or "measured" in rule.source)
+
+
+@pytest.mark.parametrize("ladder", catalogue().ladders.values(), ids=lambda ladder: ladder.about[:20])
+def test_every_tier_of_the_catalogue_keeps_every_rule(ladder: Ladder) -> None:
+    assert [
+        (tier.name, [rule.id for rule in broken(RULES.values(), ladder, tier, ENGINE)]) for tier in ladder.tiers
+    ] == [(tier.name, []) for tier in ladder.tiers]
+
+
+def test_a_rule_of_another_engine_is_not_asked() -> None:
+    tier = Tier(name="x", rank="0", about="x", without=["kv-cache-dtype"])
+    assert [rule.id for rule in broken(RULES.values(), GPU, tier, "sglang==0.5.12")] == []
+
+
+def test_a_waived_rule_may_be_broken() -> None:
+    tier = Tier(name="x", rank="0", about="x", args={"ep-size": 4}, waive={"ep-size": "to see what it says"})
+    assert broken(RULES.values(), GPU, tier, ENGINE) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("args.ep_size in [1, tp]", "args.ep_size in [1, tp", "require: is not an expression: "),
+        ("args.ep_size in [1, tp]", "args.ep_sise in [1, tp]", "sglang==0.5.9 has no argument ep-sise"),
+        ("args.ep_size in [1, tp]", "arg.ep_size in [1, tp]", 'there is no "arg"\n    did you mean "args"?'),
+        ("id: page-size", "id: kv-cache-dtype", '"kv-cache-dtype" is used twice'),
+    ],
+)
+def test_a_bad_rule_is_named(tmp_path: Any, old: str, new: str, said: str) -> None:
+    path = tmp_path / "rules.yaml"
+    text = (CATALOG / "rules.yaml").read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    rules, origin = load_yaml(path, Rules)
+    flags = catalogue().flags
+    errors = rule_errors(rules.rules, origin, dict.fromkeys(flags, ENGINE), flags)
+    assert any(said in str(error) for error in errors), errors
+
+
+def test_a_tier_that_breaks_a_rule_fails_before_any_host_is_touched() -> None:
+    with pytest.raises(InputErrors) as caught:
+        load_catalogue_with("ep-size: 8}", "ep-size: 4}")
+    assert "ep8 breaks the rule ep-size: ep-size must be 1 or the tensor-parallel size" in str(caught.value)
+    assert "waive: {ep-size: the reason}" in str(caught.value)
+
+
+def load_catalogue_with(old: str, new: str) -> None:
+    import shutil
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        catalog = Path(folder) / "catalog"
+        shutil.copytree(CATALOG, catalog)
+        path = catalog / "tiers.yaml"
+        path.write_text(path.read_text().replace(old, new, 1))
+        load_catalogue(catalog)
