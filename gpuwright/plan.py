@@ -393,9 +393,10 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
         "supervisor's configuration": (CONFIGURE,),
     }
     pending = [name for name, steps in causes.items() if _has(before, *steps)]
-    run_from = {spec.active_script.path, *(file.path for file in spec.secret_files)}
-    if "launch script" in pending and not any(c.step == LAUNCHERS and c.what in run_from for c in before):
-        pending.remove("launch script")
+    run_from = {file.path for file in (spec.active_script, *spec.secret_files, *manager_files(spec, state))}
+    for name, step in (("launch script", LAUNCHERS), ("supervisor's configuration", CONFIGURE)):
+        if name in pending and not any(c.step == step and c.what in run_from for c in before):
+            pending.remove(name)  # other files of that step change
     for orphan in server.orphans:
         yield Change(SERVER, f"process {orphan.pid} ({orphan.command})", "ended", "left of an earlier server")
     if server.pid is None:

@@ -25,9 +25,12 @@ def sha256_of(path):
 
 
 def read_json(path):
-    """A JSON file's value, or None if it is absent or not JSON (a half-written or foreign file counts as absent)."""
+    """A JSON file's value, or None if it is absent or not JSON (a half-written or foreign file counts as absent).
+
+    Only of a regular file: reading a pipe would wait for ever.
+    """
     try:
-        with open(path, "rb") as handle:
+        with open(path if os.path.isfile(path) else os.devnull, "rb") as handle:
             return json.loads(handle.read())
     except (OSError, ValueError):
         return None

@@ -225,6 +225,16 @@ def test_configure(collect: Collect) -> None:
     assert request_of(command, "write_files") == {"files": rows, "remove": []}
 
 
+def test_configure_under_systemd_replaces_supervisor(collect: Collect) -> None:
+    spec = lab_spec(supervisor="systemd")
+    (command,) = collect(service.configure, spec, SETTLED)
+    request = request_of(command, "write_files")
+    assert [row["path"] for row in request["files"]] == [
+        "/etc/systemd/system/sglang-server.service", "/etc/logrotate.d/sglang-server",
+    ]  # fmt: skip
+    assert request["remove"] == [f"{ROOT}/run/supervisord.conf"]
+
+
 def test_run_tier(collect: Collect) -> None:
     (command,) = collect(service.run_tier, LAB, EMPTY)
     assert isinstance(command, FunctionCommand) and command.function is service.serve
@@ -233,6 +243,7 @@ def test_run_tier(collect: Collect) -> None:
     assert request["actions"] == ["stop", "start", "wait"] and request["runs_on"] == runs_on(LAB, EMPTY)
     assert request["log"] == f"{ROOT}/logs/sglang-server-baseline.log"
     assert request["seen"] == ["Using KV cache dtype: torch.bfloat16"] and request["deadline_s"] == 300
+    assert request["files"] == [LAB.active_script.path, LAB.supervisor_conf.path]
 
 
 def test_prune_caches(collect: Collect) -> None:
@@ -291,6 +302,48 @@ def test_a_foreign_file_is_kept_and_shown_before_the_host_is_stopped(
 def test_the_stop_deploy_ends_server_and_supervisor(collect: Collect) -> None:
     (command,) = collect(service.stop, LAB, SETTLED)
     assert request_of(command, "server")["actions"] == ["stop", "shut_down"]
+
+
+class Node:
+    """A host whose commands answer from a list; what was run and what was told is kept."""
+
+    current_op_global_arguments: dict[str, Any] = {}
+
+    def __init__(self, *answers: tuple[bool, str]) -> None:
+        self.answers, self.ran, self.told = list(answers), [], []  # type: ignore[var-annotated]
+
+    def run_shell_command(self, command: Any, **arguments: Any) -> tuple[bool, Any]:
+        self.ran.append(json.loads(json.loads(arguments["_stdin"].splitlines()[1][len("REQUEST = json.loads(") : -1])))
+        succeeded, stdout = self.answers.pop(0)
+        return succeeded, type("Output", (), {"stdout": stdout})
+
+    def log(self, text: str, how: Any) -> None:
+        self.told.append(text)
+
+
+def served(*answers: tuple[bool, str]) -> tuple[bool, Node]:
+    host = Node(*answers)
+    arguments: Any = (None, host, LAB, ["stop", "start", "wait"], {"runtime": "now"}, "supervisor")
+    return service.serve(*arguments), host
+
+
+def test_a_tier_that_comes_up_is_one_command() -> None:
+    came_up, host = served((True, ""))
+    assert came_up and len(host.ran) == 1 and host.told == []
+
+
+def test_a_tier_that_does_not_come_up_is_diagnosed_and_the_one_before_it_started_again() -> None:
+    log = "- ImportError: libnuma.so.1: cannot open shared object file: No such file or directory\n"
+    failure = {"failure": {"tier": "baseline", "why": "it ended", "log": "/logs/x.log"}, "text": log}
+    came_up, host = served((False, ""), (True, json.dumps(failure)), (True, ""))
+    assert not came_up
+    assert [request.get("actions") for request in host.ran] == [["stop", "start", "wait"], None, ["roll_back"]]
+    assert "libnuma-missing" in host.told[0] and "/logs/x.log" in host.told[-1]
+
+
+def test_a_failure_before_any_start_is_not_diagnosed() -> None:
+    came_up, host = served((False, ""), (True, json.dumps({"failure": None, "text": ""})))
+    assert not came_up and len(host.ran) == 2 and host.told == []
 
 
 def test_a_quiet_command_has_no_stdin_argument() -> None:

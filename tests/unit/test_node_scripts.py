@@ -8,11 +8,14 @@ import hashlib
 import itertools
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from hypothesis import strategies as st
 
 from gpuwright import series
 from gpuwright.hostdata import TinyModel
-from gpuwright.node import NODE_SCRIPTS, observe, script
+from gpuwright.node import NODE_SCRIPTS, observe, run_server, script
 from gpuwright.patches import exact_applier
 from gpuwright.state import NodeState, parse_observation
 from tests.make import lab_spec
@@ -48,6 +51,16 @@ def test_a_script_is_python_3_9_and_needs_the_standard_library_alone(name: str) 
     names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def test_an_observation_does_not_wait_for_a_pipe_in_the_models_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    spec = lab_spec(root=str(tmp_path / "root"), model={"kind": "folder", "path": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-I", "-u", "-"], input=observe(spec).stdin, capture_output=True, text=True, timeout=60
+    )
+    model = parse_observation(done.stdout).model
+    assert model is not None and model.model_type is None and model.files == {}
 
 
 # --- write_files
@@ -516,3 +529,86 @@ def test_an_unusable_answer_is_quoted(answer: str) -> None:
     with pytest.raises(GpuwrightError, match="the observation is not usable") as caught:
         parse_observation(answer)
     assert repr(answer) in str(caught.value)
+
+
+# --- server: what is ours, without a supervisor
+
+
+@pytest.fixture
+def marked(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with the mark of this root's supervisor, in no record and under nobody."""
+    env = {"GPUWRIGHT_SUPERVISED": str(tmp_path), "PATH": os.environ["PATH"]}
+    (tmp_path / "run").mkdir()
+    process = subprocess.Popen(["sleep", "300"], env=env, start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def server_request(root: Path, *actions: str, **changed: Any) -> dict[str, Any]:
+    spec = lab_spec(root=str(root), unit="gpuwright-test-of-nothing")
+    text = run_server(spec, list(actions), {}, "supervisor").stdin.splitlines()[1]
+    request: dict[str, Any] = json.loads(json.loads(text[len("REQUEST = json.loads(") : -1]))
+    return request | changed
+
+
+def test_a_process_with_our_mark_is_an_orphan_and_another_is_not(
+    tmp_path: Path, marked: subprocess.Popen[bytes]
+) -> None:
+    orphans = observed(lab_spec(root=str(tmp_path))).server.orphans
+    assert [(orphan.pid, orphan.command) for orphan in orphans] == [(marked.pid, "sleep 300")]
+    assert observed(lab_spec(root=f"{tmp_path}2")).server.orphans == [], "a root whose name only begins so"
+
+
+def test_stopping_ends_and_names_an_orphan_and_nothing_else(tmp_path: Path, marked: subprocess.Popen[bytes]) -> None:
+    other = subprocess.Popen(["sleep", "301"], env={"GPUWRIGHT_SUPERVISED": f"{tmp_path}2"}, executable="/bin/sleep")
+    threading.Thread(target=marked.wait, daemon=True).start()  # reap it
+    try:
+        done = run("server", server_request(tmp_path, "stop"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"ending a process left of an earlier server: {marked.pid} sleep 300" in done.stdout
+        assert marked.wait(10) == -signal.SIGTERM and other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_stopping_waits_until_the_driver_has_the_memory_back(tmp_path: Path, marked: subprocess.Popen[bytes]) -> None:
+    """An nvidia-smi that lists the ended process twice more, as a driver does that is still freeing its memory."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(
+        f"#!/bin/sh\necho x >> {tmp_path}/calls\n[ $(wc -l < {tmp_path}/calls) -gt 2 ] || echo {marked.pid}\n"
+    )
+    tool.chmod(0o755)
+    threading.Thread(target=marked.wait, daemon=True).start()
+    done = subprocess.run(
+        [sys.executable, "-I", "-u", "-"], input=script("server", server_request(tmp_path, "stop")),
+        capture_output=True, text=True, env={"PATH": f"{tool.parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "calls").read_text().split()) == 3
+
+
+def test_without_a_server_before_it_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    done = run("server", server_request(tmp_path, "roll_back"))
+    assert done.returncode == 0 and "there is none to go back to" in done.stdout
+    previous = {"tier": "baseline", "request": {"runs_on": {}}, "files": []}
+    (tmp_path / "run" / "previous.json").write_text(json.dumps(previous))
+    done = run("server", server_request(tmp_path, "roll_back"))
+    assert done.returncode == 0 and "started from the very same" in done.stdout
+
+
+def test_a_failure_is_read_with_its_part_of_the_log(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    log = tmp_path / "server.log"
+    log.write_text("an earlier start\nthis start\n")
+    failure = {"tier": "x", "why": "it ended", "log": str(log), "log_offset": len("an earlier start\n")}
+    request = {"root": str(tmp_path), "most_bytes": 1000}
+    assert json.loads(run("failure", request).stdout) == {"failure": None, "text": ""}
+    (tmp_path / "run" / "failure.json").write_text(json.dumps(failure))
+    assert json.loads(run("failure", request).stdout) == {"failure": failure, "text": "this start\n"}
+    assert json.loads(run("failure", request | {"most_bytes": 6}).stdout)["text"] == "start\n"
+    log.write_text("rotated\n")
+    assert json.loads(run("failure", request).stdout)["text"] == "rotated\n", "a log that was rotated is read whole"

@@ -8,10 +8,10 @@ import pytest
 
 from gpuwright import plan as p
 from gpuwright.hostdata import STAGES
-from gpuwright.plan import plan, server_actions
+from gpuwright.plan import plan, runs_on, server_actions
 from gpuwright.spec import NodeSpec
-from gpuwright.state import NodeState, SeenFile, SeenModelFile, SeenPort, SeenVenv
-from tests.make import empty_state, gpu_spec, lab_spec, settled_state
+from gpuwright.state import NodeState, SeenFile, SeenModelFile, SeenPort, SeenProcess, SeenVenv
+from tests.make import ROOT, empty_state, gpu_spec, lab_spec, settled_state
 
 LAB = lab_spec()
 GPU = gpu_spec()
@@ -66,6 +66,8 @@ def with_record(**fields: object) -> NodeState:
     return with_server(record=SETTLED.server.record | fields)
 
 
+UNIT = SeenFile(sha256="0" * 64, size=1, mode=0o644)
+ORPHAN = SeenProcess(pid=77, command="sglang::scheduler_TP0")
 PATCHED = LAB.patches[0]
 PRISTINE = SeenFile(sha256=PATCHED.pre_sha256, size=1, mode=0o644)
 RUNTIME = [p.SYNC, p.VERIFY, p.SERVER]
@@ -125,6 +127,14 @@ DIFFERENCES: dict[str, tuple[NodeState, list[str]]] = {
     "the server does not answer": (with_server(health=503), [p.SERVER]),
     "the server has no record": (with_server(record=None), [p.SERVER]),
     "supervisor has restarted the server by itself": (with_server(pid=200), [p.SERVER]),
+    "a process of an earlier server is left": (with_server(orphans=[ORPHAN]), [p.SERVER]),
+    "the server is kept by another supervisor": (with_server(manager="systemd"), [p.SERVER]),
+    "the unit of another supervisor is left": (
+        SETTLED.model_copy(
+            update={"files": SETTLED.files | {LAB.systemd_files[0].path: UNIT}, "unit_owner": LAB.paths.root}
+        ),
+        [p.CONFIGURE],
+    ),
     "the server is still loading": (with_record(ready_at=None), [p.SERVER]),
     "the server was started on other content": (with_record(runs_on={"runtime": "x"}), [p.SERVER]),
     "the cache of an old runtime is there": (
@@ -157,6 +167,66 @@ def test_what_the_server_must_do() -> None:
     assert server_actions(LAB, with_server(health=None)) == ["stop", "start", "wait"]
     assert server_actions(LAB, with_server(pid=200)) == ["stop", "start", "wait"]
     assert server_actions(LAB, with_server(pid=None)) == ["stop", "start", "wait"]
+
+
+def test_an_orphan_is_named() -> None:
+    (change, *_) = plan(LAB, with_server(orphans=[ORPHAN])).of(p.SERVER)
+    assert str(change) == "process 77 (sglang::scheduler_TP0): expected ended, found left of an earlier server"
+    assert server_actions(LAB, with_server(orphans=[ORPHAN])) == ["stop", "start", "wait"]
+
+
+def test_a_supervisor_that_gave_up_is_quoted() -> None:
+    gone = with_server(pid=None, status="failed (start-limit-hit)", restarts=2, health=None)
+    assert "not running (failed (start-limit-hit) after 2 restarts)" in str(plan(LAB, gone).of(p.SERVER)[0])
+
+
+@pytest.mark.parametrize(
+    ("said", "systemd", "uid", "expected"),
+    [
+        ("auto", True, 0, "systemd"),
+        ("auto", True, 1000, "supervisor"),
+        ("auto", False, 0, "supervisor"),
+        ("systemd", False, 0, "systemd"),
+        ("supervisor", True, 0, "supervisor"),
+    ],
+)
+def test_systemd_keeps_the_server_where_it_is_there(said: str, systemd: bool, uid: int, expected: str) -> None:
+    spec = lab_spec(supervisor=said)
+    state = empty_state(spec, systemd=systemd, uid=uid)
+    assert p.manager(spec, state) == expected
+    paths = [change.what for change in plan(spec, state).of(p.CONFIGURE)]
+    if expected == "systemd":
+        assert paths == ["/etc/systemd/system/sglang-server.service", "/etc/logrotate.d/sglang-server"]
+    else:
+        assert paths == [f"{spec.paths.run}/supervisord.conf"]
+
+
+def test_a_node_under_systemd_settles() -> None:
+    spec = lab_spec(supervisor="systemd")
+    state = settled_state(spec)
+    kept = state.server.model_copy(
+        update={"manager": "systemd", "status": "active", "record": {**(state.server.record or {})}}
+    )
+    files = {path: seen for path, seen in state.files.items() if path != spec.supervisor_conf.path}
+    files |= {f.path: SeenFile(sha256=f.sha256, size=1, mode=f.mode) for f in spec.systemd_files}
+    state = state.model_copy(update={"server": kept, "files": files, "systemd": True, "unit_owner": spec.paths.root})
+    record = {**(kept.record or {}), "runs_on": runs_on(spec, state)}
+    state = state.model_copy(update={"server": kept.model_copy(update={"record": record})})
+    assert plan(spec, state).changes == ()
+
+
+def test_secrets_are_planned_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "one")
+    spec = lab_spec(secrets={"api-key": "env:MY_KEY"})
+    state = settled_state(spec)
+    (change,) = plan(spec, state).of(p.LAUNCHERS)
+    assert change.what == f"{ROOT}/run/secrets.yaml"
+    assert spec.secret_files[0].sha256[:8] not in str(change) and "one" not in str(change).split()
+    assert "restart tier baseline, because of: launch script" in str(plan(spec, state).of(p.SERVER)[0])
+    left = settled_state(LAB)
+    secret = SeenFile(sha256="a" * 64, size=1, mode=0o600)
+    left = left.model_copy(update={"files": left.files | {f"{ROOT}/run/secrets.yaml": secret}})
+    assert [change.what for change in plan(LAB, left).of(p.LAUNCHERS)] == [f"{ROOT}/run/secrets.yaml"]
 
 
 def test_a_restart_says_what_changed() -> None:

@@ -75,6 +75,23 @@ def test_a_root_too_long_for_a_unix_socket_is_refused_first() -> None:
     assert "shorter `root`" in report(problems(spec, empty_state(spec), installed=False, manager="supervisor"))
 
 
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        ({"systemd": False}, "systemd: expected PID 1; found another"),
+        ({"uid": 1000}, "root, to write a systemd unit; found uid 1000"),
+        ({"commands": {"bash": "x", "cc": "x", "flock": "x", "logrotate": None}}, "install logrotate"),
+        ({"unit_owner": ""}, "sglang-server.service is not of gpuwright"),
+        ({"unit_owner": "/srv/other"}, "sglang-server.service is of gpuwright's root /srv/other"),
+    ],
+)
+def test_what_systemd_needs(seen: dict[str, Any], expected: str) -> None:
+    spec = lab_spec(supervisor="systemd")
+    state = empty_state(spec, **({"systemd": True} | seen))
+    assert expected in report(problems(spec, state, installed=False, manager="systemd"))
+    assert problems(spec, empty_state(spec, systemd=True), installed=False, manager="systemd") == []
+
+
 def test_a_problem_blocks_the_host() -> None:
     gpu = gpu_spec()
     (change,) = plan(gpu, empty_state(gpu, memory_bytes=GIB)).of(p.PREFLIGHT)
