@@ -100,17 +100,32 @@ class Diagnosis:
         return "unknown" if crashed else "none"
 
 
+# What a launch script of ours says in the log before it starts the engine.
+START = re.compile(r"^\[gpuwright\] \S+ tier \S+ starts$")
+
+
 def diagnose(log: str, signatures: Signatures) -> Diagnosis:
-    """The deepest cause a log names.
+    """The deepest cause a log names: of its last start that shows a crash, where launch scripts of ours began several.
 
     What is matched first in time lies deepest: an exception chain prints its origin first, and what one process ends
     with, the others report after it. Wrappers and notices never win over a cause.
     """
+    lines = log.splitlines()
+    starts = [0, *(number for number, line in enumerate(lines) if START.match(line))]
+    last = _diagnose(lines, starts[-1], signatures)
+    for begin, end in zip(reversed(starts[:-1]), reversed(starts[1:]), strict=True):
+        if last.verdict != "none":
+            return last
+        earlier = _diagnose(lines[:end], begin, signatures)
+        last = earlier if earlier.verdict != "none" else last
+    return last
+
+
+def _diagnose(lines: list[str], begin: int, signatures: Signatures) -> Diagnosis:
     ignored = _any(signatures.ignore)
     patterns = [(each, re.compile(each.pattern)) for each in signatures.signatures]
-    lines = log.splitlines()
     found: dict[str, Match] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines[begin:], begin + 1):
         if not line.strip() or ignored(line):
             continue
         for signature, pattern in patterns:
@@ -119,7 +134,7 @@ def diagnose(log: str, signatures: Signatures) -> Diagnosis:
     ranks = {"cause": 0, "wrapper": 1, "echo": 2, "notice": 3}
     ordered = sorted(found.values(), key=lambda match: (ranks[match.signature.kind], match.number))
     answer = ordered[0] if ordered else None
-    return Diagnosis(answer, tuple(ordered[1:]), innermost(lines, ignored), tuple(_tail(lines)))
+    return Diagnosis(answer, tuple(ordered[1:]), innermost(lines[begin:], ignored), tuple(_tail(lines[begin:])))
 
 
 def _any(patterns: Iterable[str]) -> Callable[[str], bool]:

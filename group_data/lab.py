@@ -11,6 +11,7 @@ ladder = "lab-cpu"
 device = "cpu"
 root = str(_checkout / ".lab" / "node")
 port = 31000
+supervisor = "supervisor"  # nothing outside .lab/, whatever PID 1 is
 
 # The Python that runs pyinfra, where the stack is locked for it: the one version that is surely here.
 python = _own if _own in ("3.10", "3.11", "3.12") else "3.12"

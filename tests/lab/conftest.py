@@ -85,7 +85,7 @@ class Lab:
     """The node under test, and the commands a user has for it."""
 
     def __init__(self, root: Path, port: int) -> None:
-        self.root, self.port = root, port
+        self.root, self.port, self.inventory = root, port, "inventory/lab.py"
         self.killed_log = root.with_suffix(".killed.log")
         self.venv = root / "venv"
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -94,7 +94,7 @@ class Lab:
 
     def command(self, deploy: str, *arguments: str) -> list[str]:
         data = ["--data", f"root={self.root}", "--data", f"port={self.port}"]
-        return [PYINFRA, "inventory/lab.py", deploy, *data, *arguments]
+        return [PYINFRA, self.inventory, deploy, *data, *arguments]
 
     def deploy(self, *arguments: str, timeout: float = 900, deploy: str = "deploy.py") -> Run:
         """Run a deploy to its end; `-y` unless `--dry` is asked for."""

@@ -85,6 +85,19 @@ def test_an_unknown_crash_shows_its_innermost_exception_and_its_last_lines() -> 
     assert len(diagnose(long, SIGNATURES).tail) == 30
 
 
+def start(tier: str) -> str:
+    return f"[gpuwright] 2026-11-30T05:00:00Z tier {tier} starts\n"
+
+
+def test_of_several_starts_the_last_that_crashed_is_looked_at() -> None:
+    healthy = "[2026-11-30 05:00:00] The server is fired up and ready to roll!\n"
+    found = diagnose(start("one") + LOAD_ERROR + start("one") + UNKNOWN, SIGNATURES)
+    assert (found.verdict, found.exception) == ("unknown", "my.own.WeightMismatch: tensor x is 3, not 4")
+    found = diagnose(start("one") + UNKNOWN + start("two") + LOAD_ERROR + start("two") + healthy, SIGNATURES)
+    assert found.cause is not None and found.cause.signature.id == "libnuma-missing"
+    assert found.cause.number == 1 + len(UNKNOWN.splitlines()) + 1 + 8, "lines are counted in the whole log"
+
+
 def test_what_the_engine_ignores_is_no_cause() -> None:
     line = (
         "[2026-11-30 05:00:00] Ignore import error when loading sglang.srt.models.x: libcuda.so.1: cannot open shared"

@@ -30,6 +30,7 @@ export NCCL_P2P_LEVEL=SYS
 export NCCL_MIN_NCHANNELS=8
 export NCCL_ALLOC_P2P_NET_LL_BUFFERS=1
 
+echo "[gpuwright] $(date -u +%Y-%m-%dT%H:%M:%SZ) tier ep8 starts" >&2
 exec /opt/gpuwright/venv/bin/python -m sglang.launch_server \
   --model-path /models/GLM-5-NVFP4 \
   --host 127.0.0.1 \

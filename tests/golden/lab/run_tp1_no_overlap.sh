@@ -23,6 +23,7 @@ export HF_HUB_OFFLINE=1
 export SPT_NOENV=1
 export OMP_NUM_THREADS=2
 
+echo "[gpuwright] $(date -u +%Y-%m-%dT%H:%M:%SZ) tier no-overlap starts" >&2
 exec /opt/gpuwright/venv/bin/python -m sglang.launch_server \
   --model-path /opt/gpuwright/model \
   --host 127.0.0.1 \

@@ -28,6 +28,7 @@ export SAFETENSORS_FAST_GPU=1
 export FLASHINFER_EXTRA_CUDAFLAGS=-DCUTLASS_ENABLE_GDC_FOR_SM100=1
 export NCCL_P2P_LEVEL=SYS
 
+echo "[gpuwright] $(date -u +%Y-%m-%dT%H:%M:%SZ) tier baseline starts" >&2
 exec /opt/gpuwright/venv/bin/python -m sglang.launch_server \
   --model-path /models/GLM-5-NVFP4 \
   --host 127.0.0.1 \

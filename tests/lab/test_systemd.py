@@ -1,0 +1,151 @@
+"""The same server under a real systemd: a booted Debian container that has this machine's node at the same path.
+
+The tests share one container and build on each other, in the order of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuwright import REPOSITORY
+from gpuwright import plan as p
+from tests.lab import container
+from tests.lab.conftest import Lab, Run, ok
+from tests.lab.test_server import healthy, within
+
+UNIT = "gpuwright-lab"
+STAGES = "stages=system,launchers,service"
+
+
+class Node:
+    """The container, and the lab's node in it."""
+
+    def __init__(self, lab: Lab, machine: container.Container, inventory: Path) -> None:
+        self.lab, self.machine, self.inventory = lab, machine, inventory
+
+    def deploy(self, *arguments: str, deploy: str = "deploy.py", timeout: float = 600) -> Run:
+        lab = Lab(self.lab.root, self.lab.port)
+        lab.inventory = str(self.inventory)
+        return lab.deploy("--data", STAGES, *arguments, deploy=deploy, timeout=timeout)
+
+    def show(self, name: str) -> str:
+        """A property of the unit, by systemd's own account."""
+        return self.machine.run(f"systemctl show {UNIT} --value -p {name}")
+
+    def pids(self) -> list[int]:
+        """The processes of the unit's control group."""
+        group = self.show("ControlGroup")
+        return [int(pid) for pid in self.machine.run(f"cat /sys/fs/cgroup{group}/cgroup.procs").split()]
+
+    def alive(self, pids: list[int]) -> list[int]:
+        return [pid for pid in pids if self.machine.run(f"test -d /proc/{pid} && echo yes", check=False) == "yes"]
+
+
+@pytest.fixture(scope="module")
+def node(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    reason = container.reason_to_skip()
+    if reason:
+        pytest.skip(reason)
+    ok(lab.deploy("--data", "stages=preflight,system,runtime,patches,model,launchers"))
+    ok(lab.deploy(deploy="stop.py"))
+    folder = REPOSITORY / ".lab" / "container"  # on the disk of the base tree, so that a copy is quick
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    machine = container.Container(folder, [lab.root, container.interpreter_folder()])
+    machine.prepare()
+    machine.boot()
+    inventory = tmp_path_factory.mktemp("inventory") / "lab.py"
+    data = machine.data() | {"supervisor": "auto", "unit": UNIT}
+    inventory.write_text(f"lab = [('127.0.0.1', {data!r})]\n")
+    yield Node(lab, machine, inventory)
+    machine.end()
+    shutil.rmtree(folder)
+
+
+def test_where_pid_1_is_systemd_a_unit_keeps_the_server(node: Node) -> None:
+    run = ok(node.deploy())
+    assert run.changed == [p.CONFIGURE, p.SERVER, p.RECORD]
+    assert f"/etc/systemd/system/{UNIT}.service: expected sha256" in run.said
+    record = node.lab.record()
+    assert record["manager"] == "systemd" and record["ready_at"] and healthy(node.lab)
+    assert (node.show("ActiveState"), node.show("MainPID")) == ("active", str(record["pid"]))
+    assert (node.show("KillMode"), node.show("LimitMEMLOCK")) == ("control-group", "infinity")
+    assert node.machine.run(f"systemctl is-enabled {UNIT}") == "enabled"
+    limits = node.machine.run(f"cat /proc/{record['pid']}/limits")
+    assert "Max locked memory         unlimited            unlimited" in limits
+    assert len(node.pids()) >= 3 and record["pid"] in node.pids(), "the scheduler and the detokenizer too"
+    assert not (node.lab.root / "run" / "supervisord.conf").exists()
+    assert "Init torch distributed ends" in (node.lab.root / "logs" / "sglang-server-baseline.log").read_text()
+    node.machine.run(f"logrotate --debug /etc/logrotate.d/{UNIT}")
+
+
+def test_a_second_deploy_changes_nothing(node: Node) -> None:
+    pid = node.show("MainPID")
+    assert ok(node.deploy()).changed == [] and node.show("MainPID") == pid
+
+
+def test_a_tier_that_crashes_is_diagnosed_and_the_unit_before_it_serves_again(node: Node) -> None:
+    before = node.pids()
+    model = json.dumps({"kind": "folder", "path": "/nonexistent/model"})
+    run = node.deploy("--data", "tier=no-radix", "--data", f"model={model}")
+    assert run.code == 1 and "tier no-radix did not come up: it ended" in run.said
+    assert "[model-path-missing]" in run.said and "tier baseline serves again" in run.said
+    assert not node.alive(before) and healthy(node.lab)
+    unit = node.machine.run(f"cat /etc/systemd/system/{UNIT}.service")
+    assert "tier baseline" in unit and node.show("NeedDaemonReload") == "no"
+    pid = node.show("MainPID")
+    assert ok(node.deploy()).changed == [p.LAUNCHERS] and node.show("MainPID") == pid
+
+
+def test_another_tier_replaces_the_server_and_all_its_children(node: Node) -> None:
+    before = node.pids()
+    assert ok(node.deploy("--data", "tier=no-radix")).changed == [p.CONFIGURE, p.SERVER, p.RECORD]
+    assert not node.alive(before) and healthy(node.lab) and node.lab.record()["tier"] == "no-radix"
+    assert node.lab.record()["pid"] in node.pids()
+
+
+def test_a_killed_parent_leaves_nothing_and_is_started_again_by_systemd(node: Node) -> None:
+    before, parent = node.pids(), node.lab.record()["pid"]
+    node.machine.run(f"kill -9 {parent}")
+    assert within(60, lambda: node.show("MainPID") not in ("0", str(parent)))
+    assert not node.alive(before), "the whole control group went"
+    assert "[gpuwright] the server ended: signal (killed KILL)" in Path(node.lab.record()["log"]).read_text()
+    run = ok(node.deploy("--data", "tier=no-radix"))
+    assert run.changed == [p.SERVER] and "after a crash" in run.said and healthy(node.lab)
+
+
+def test_a_unit_that_cannot_start_gives_up_and_says_so(node: Node) -> None:
+    script = node.lab.root / "launch" / "run_tp1_no_radix.sh"
+    script.write_text("#!/bin/sh\nexit 3\n")
+    node.machine.run(f"systemctl kill -s KILL {UNIT}")
+    assert within(90, lambda: node.show("ActiveState") == "failed")
+    run = ok(node.deploy("--data", "tier=no-radix"))
+    assert run.changed == [p.LAUNCHERS, p.SERVER] and healthy(node.lab)
+    assert "expected serving, found not running (failed (exit-code) after 2 restarts)" in run.said
+
+
+def test_the_server_comes_up_again_with_the_node(node: Node) -> None:
+    boot = node.machine.run("ps -o lstart= -p 1")
+    node.machine.run("systemctl reboot", check=False)
+    node.machine.wait_for_boot(boot)
+    assert within(120, lambda: healthy_or_not_yet(node.lab))
+
+
+def healthy_or_not_yet(lab: Lab) -> bool:
+    try:
+        return healthy(lab)
+    except OSError:
+        return False
+
+
+def test_stopping_leaves_no_process_and_no_start_at_boot(node: Node) -> None:
+    before = node.pids()
+    ok(node.deploy(deploy="stop.py"))
+    assert not node.alive(before)
+    assert node.show("ActiveState") == "inactive"
+    assert node.machine.run(f"systemctl is-enabled {UNIT}", check=False) == "disabled"
