@@ -202,4 +202,8 @@ def _series_errors(series: Series, origin: Origin, ladders: Mapping[str, Ladder]
             elif ladders[ladder].env.get(setting.name) != setting.value:
                 problem = f"ladder {ladder} does not set {setting.name}={setting.value} in its env"
                 errors.append(origin.error((*at, "value"), problem))
+            for tier in ladders[ladder].tiers if ladder in ladders else ():
+                if setting.name in (*tier.env, *tier.without):
+                    problem = f"tier {tier.name} of ladder {ladder} changes it, which no proof would see"
+                    errors.append(origin.error((*at, "name"), problem, "leave it to the ladder's env"))
     return errors

@@ -79,6 +79,12 @@ def _secret_source(text: str) -> str:
     return text
 
 
+def _installer_env(env: dict[str, str]) -> dict[str, str]:
+    if env.get("UV_LINK_MODE") == "symlink":
+        raise ValueError("UV_LINK_MODE=symlink would have every patch written into uv's cache: use hardlink or copy")
+    return env
+
+
 SECRET_ARGS = ("api-key", "admin-api-key")
 SecretSource = Annotated[str, AfterValidator(_secret_source)]
 SecretName = Annotated[str, Field(pattern=r"^(api-key|admin-api-key|[A-Z_][A-Z0-9_]*)$")]
@@ -96,7 +102,7 @@ class HostData(Row):
     python: Annotated[str, Field(pattern=r"^3\.\d+$")]
     interpreter: NodePath | None = None
     python_download: bool = False
-    installer_env: dict[EnvName, str] = {}
+    installer_env: Annotated[dict[EnvName, str], AfterValidator(_installer_env)] = {}
     cuda_home: NodePath | None = None
     model: Annotated[TinyModel | FolderModel, Field(discriminator="kind")]
     bind: str = "127.0.0.1"

@@ -282,8 +282,8 @@ def _tier_errors(
         sizes = " or ".join(map(str, tier.needs.world_sizes))
         errors.append(origin.error((*at, "needs", "world_sizes"), f"needs {sizes} GPUs; the ladder has {ladder.tp}"))
     if tier.status != "open" and not tier.evidence:
-        problem = f"is missing: {tier.status} must say what was seen, and on which versions and patches"
-        errors.append(origin.error((*at, "evidence"), problem))
+        problem = f"{tier.status} needs `evidence`: what was seen, when, and on which versions and patches"
+        errors.append(origin.error((*at, "status"), problem))
     return errors
 
 

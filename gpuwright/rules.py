@@ -114,6 +114,15 @@ def broken(rules: Iterable[Rule], ladder: Ladder, tier: Tier, engine: str) -> li
     ]
 
 
+def _written(rule: Rule, at: Loc, origin: Origin) -> Loc:
+    """Where the tier at `at` writes the first value that the rule asks for; the tier itself where it inherits them."""
+    for kind, name in re.findall(r"\b(args|env)\.(\w+)", f"{rule.require} {rule.when}"):
+        loc: Loc = (*at, kind, name.replace("_", "-") if kind == "args" else name)
+        if loc in origin.lines:
+            return loc
+    return at
+
+
 def broken_rules(
     ladders: Mapping[str, Ladder], origin: Origin, rules: list[Rule], engines: Mapping[str, str]
 ) -> list[InputError]:
@@ -130,7 +139,8 @@ def broken_rules(
                 if rule.id not in said:
                     said.add(rule.id)
                     hint = f"source: {rule.source}\n    to break it knowingly: waive: {{{rule.id}: the reason}}"
-                    errors.append(origin.error(at, f"{tier.name} breaks the rule {rule.id}: {rule.message}", hint))
+                    problem = f"{tier.name} breaks the rule {rule.id}: {rule.message}"
+                    errors.append(origin.error(_written(rule, at, origin), problem, hint))
         for where, rule_id in waived:
             if rule_id not in ids:
                 errors.append(origin.error(where, f'there is no rule "{rule_id}"', nearest(rule_id, ids)))

@@ -19,8 +19,9 @@ from gpuwright.series import NewPatch, Wheels, check, make
 from tests.lab.conftest import PYINFRA, Lab, ok, sha256
 from tests.make import catalogue
 
-FIRST, OPAQUE, REJECTED = catalogue().patches
-FILES = {patch.file: patch for patch in (FIRST, OPAQUE)}
+FIRST, OPAQUE, REJECTED, KEYS = catalogue().patches
+FILES = {patch.file: patch for patch in (FIRST, OPAQUE, KEYS)}
+FLASHINFER = [patch.file for patch in (FIRST, OPAQUE)]
 PROBE = (PATCHES / OPAQUE.probe).read_text()
 STAGES = ("--data", "stages=preflight,system,runtime,patches")
 
@@ -54,7 +55,7 @@ def pristine(node: Lab, file: str) -> bytes:
 
 
 def content_after(node: Lab, *ids: str) -> dict[str, bytes]:
-    contents = {file: pristine(node, file) for file in FILES}
+    contents = {file: pristine(node, file) for file in FLASHINFER}
     for patch in (FIRST, OPAQUE, REJECTED):
         if patch.id in ids:
             contents[patch.file] = exact_applier()(contents[patch.file], read_diff(patch).encode())
@@ -112,10 +113,10 @@ def test_every_diff_makes_its_post_image_from_the_pinned_wheel() -> None:
 
 def wheels(node: Lab, folder: Path) -> Wheels:
     """The pinned wheel's files, as kept on the node: no index is asked."""
-    target = folder / "flashinfer-python-0.6.3"
-    for file in FILES:
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
-        (target / file).write_bytes(pristine(node, file))
+    for file, patch in FILES.items():
+        target = folder / f"{patch.distribution}-{patch.versions.removeprefix('==')}" / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(pristine(node, file))
     return Wheels(Path("/nonexistent/uv"), catalogue(), folder)
 
 
@@ -161,6 +162,7 @@ def test_without_patches_the_venv_is_as_the_wheels_are_and_back_again(node: Lab)
     assert states(node) == PATCHED
     assert ok(node.deploy(*STAGES, "--data", "patches=none")).changed == [p.APPLY]
     assert states(node) == PRISTINE
+    assert "AssertionError: an API key is in the repr" in node.python((PATCHES / KEYS.probe).read_text()).stderr
     assert ok(node.deploy(*STAGES, "--data", "patches=none")).changed == []
     assert ok(node.deploy(*STAGES)).changed == [p.APPLY, p.PROBE]
     assert states(node) == PATCHED
@@ -188,13 +190,14 @@ def edit_in_place(path: Path, data: bytes) -> None:
 
 
 def test_a_hand_edit_of_the_same_size_anywhere_is_found_named_and_mended(node: Lab) -> None:
-    target = node.site / "sglang" / "srt" / "server_args.py"
+    target = node.site / "sglang" / "srt" / "managers" / "scheduler.py"
     good = target.read_bytes()
-    edit_in_place(target, good.replace(b"import argparse", b"import argparsE", 1))
+    edit_in_place(target, good.replace(b"import signal", b"import signaL", 1))
+    assert target.read_bytes() != good
     run = ok(node.deploy(*STAGES))
-    assert "sglang/srt/server_args.py has another content than recorded" in run.said
-    assert run.changed == [p.SYNC, p.VERIFY] and target.read_bytes() == good
-    assert states(node) == PATCHED, "the declared patches are no damage"
+    assert "sglang/srt/managers/scheduler.py has another content than recorded" in run.said
+    assert run.changed == [p.SYNC, p.VERIFY, p.APPLY, p.PROBE], "its distribution carries a patch, which comes back"
+    assert target.read_bytes() == good and states(node) == PATCHED, "the declared patches are no damage"
 
 
 def test_deep_finds_a_changed_byte_in_a_library_and_a_second_run_is_quick(node: Lab) -> None:

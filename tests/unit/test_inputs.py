@@ -30,6 +30,7 @@ def edited(tmp_path: Path, file: str, old: str, new: str) -> str:
 
 
 TIERS, SERIES, STACK = "catalog/tiers.yaml", "patches/series.yaml", "catalog/stacks/sglang-0.5.9-cu128.yaml"
+RULES, SIGNATURES = "catalog/rules.yaml", "catalog/signatures.yaml"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,23 @@ TIERS, SERIES, STACK = "catalog/tiers.yaml", "patches/series.yaml", "catalog/sta
         (TIERS, "ep-size: 8}", "ep-size: [8]}", "expects one value (a whole number); found [8]"),
         (TIERS, "ep-size: 8}", "port: 8}", "is rendered by gpuwright itself\n    set `port` in group_data instead"),
         (TIERS, "ep-size: 8}", "tp-size: 8}", "set `tp` in the ladder instead"),
+        (TIERS, "ep-size: 8}", "node-rank: 1}", "set `cluster` in group_data instead"),
+        (TIERS, "ep-size: 8}", "api-key: x}", "set `secrets` in group_data: an argument is seen in every process"),
+        (TIERS, "SGLANG_MSCCLPP_MAX_BYTES: 2MB", "HF_TOKEN: x", "env.HF_TOKEN: has the name of a secret"),
+        (TIERS, "SGLANG_MSCCLPP_MAX_BYTES: 2MB", "PATH: /bin", "set `cuda_home` in group_data instead"),
+        (TIERS, "SGLANG_MSCCLPP_MAX_BYTES: 2MB", "FLASHINFER_CUDA_ARCH_LIST: 12.0a", "so a tier cannot set it"),
+        (TIERS, "extends: [piecewise, ep8]", "extends: [piecwise, ep8]", 'there is no tier "piecwise" above'),
+        (TIERS, "needs: {world_sizes: [8]}", "needs: {world_sizes: [16]}", "needs 16 GPUs; the ladder has 8"),
+        (TIERS, "status: blocked", "status: stuck", "should be 'open', 'works', 'blocked' or 'rejected'"),
+        (TIERS, "        args: {ep-size: 8}", "        status: works", "status: works needs `evidence`: what was seen"),
+        (TIERS, "        args: {ep-size: 8}", "        waive: {ep-sise: x}", 'there is no rule "ep-sise"'),
+        (TIERS, "        args: {ep-size: 8}", "        args: {ep-size: 4}", "breaks the rule ep-size: ep-size must"),
+        (TIERS, "    nodes: 2", "    nodes: 3", "16 GPUs cannot be shared equally by 3 nodes"),
+        (TIERS, "patch_set: none", "patch_set: latest", "evidence[0].patch_set"),
+        (RULES, "args.ep_size in [1, tp]", "args.ep_size in [1, tp", "require: is not an expression"),
+        (SIGNATURES, "prevented_by: [lock]", "prevented_by: [luck]", '"luck" is nothing that prevents'),
+        (SIGNATURES, "pattern: 'Driver/library", "pattern: '(Driver/library", "is not a regular expression"),
+        (SERIES, "distribution: flashinfer-python", "distribution: flashinfer_python", "write flashinfer-python"),
         (TIERS, "rank:", "rnak:", 'rnak: there is no such key\n    did you mean "rank"?'),
         (TIERS, "name: fp4-cudnn", "name: baseline", '"baseline" is used twice in this ladder'),
         (TIERS, "stack: sglang-0.5.9-cu128", "stack: sglang-0.5.8", 'there is no stack "sglang-0.5.8"'),
