@@ -156,6 +156,12 @@ def resolve(written: Tiers, origin: Origin) -> tuple[dict[str, Ladder], list[Inp
                     problem = f'there is no tier "{other}" above {tier.name} in this ladder'
                     errors.append(origin.error(at, problem, nearest(other, by_name) if by_name else ""))
             parents = [by_name[other] for other in tier.extends if other in by_name]
+            there = {*ladder.args, *ladder.env, *(name for parent in parents for name in (*parent.args, *parent.env))}
+            for position, left in enumerate(tier.without):
+                if left not in there:
+                    problem = f'"{left}" is neither an argument nor a variable of the ladder, or of what it extends'
+                    at = (*places[tier.name], "without", position)
+                    errors.append(origin.error(at, problem, nearest(left, there)))
             if parents:
                 whole, clashes = _inherit(tier, parents)
                 errors += [origin.error((*places[tier.name], "extends"), clash) for clash in clashes]
@@ -175,9 +181,25 @@ def _inherit(tier: Tier, parents: list[Tier]) -> tuple[Tier, list[str]]:
                 if name in mine and mine[name] != value and name not in own:
                     clashes.append(f"{name} is {mine[name]} in one and {value} in {parent.name}: set it in {tier.name}")
             mine.update(theirs)  # type: ignore[arg-type]
+    settled = {*tier.args, *tier.env, *tier.without}
+    for parent in parents:
+        dropped = [name for name in parent.without if name in (args | env) and name not in settled]
+        clashes += [
+            f"{name} is left out by {parent.name} and set by another: settle it in {tier.name}" for name in dropped
+        ]
     without = _once(name for each in (*parents, tier) for name in each.without if name not in tier.args)
     needs = [each.needs for each in (*parents, tier)]
     sizes = [set(need.world_sizes) for need in needs if need.world_sizes]
+    if sizes and not set.intersection(*sizes):
+        clashes.append(f"no number of GPUs suits all of {', '.join(parent.name for parent in parents)}")
+    tensors = _once(need.model_tensor for need in needs if need.model_tensor)
+    if len(tensors) > 1 and not tier.needs.model_tensor:
+        clashes.append(f"they need different checkpoints ({', '.join(tensors)}): set it in {tier.name}")
+    blocked = [parent for parent in parents if parent.status == "blocked"]
+    if tier.status == "open" and blocked:  # what a part of it fails on, it fails on
+        tier = tier.model_copy(
+            update={"status": "blocked", "evidence": [each for parent in blocked for each in parent.evidence]}
+        )
     update = {
         "args": {name: value for name, value in args.items() if name not in tier.without} | tier.args,
         "env": {name: value for name, value in env.items() if name not in tier.without} | tier.env,
@@ -185,7 +207,7 @@ def _inherit(tier: Tier, parents: list[Tier]) -> tuple[Tier, list[str]]:
         "needs": Needs(
             patches=_once(patch for need in needs for patch in need.patches),
             world_sizes=sorted(set.intersection(*sizes)) if sizes else [],
-            model_tensor=next((need.model_tensor for need in reversed(needs) if need.model_tensor), ""),
+            model_tensor=tensors[-1] if tensors else "",
         ),
         "took_effect": TookEffect(
             seen=_once(text for each in (*parents, tier) for text in each.took_effect.seen),
@@ -229,8 +251,12 @@ RESERVED_ENV = {
     "HF_HOME": "`root` in group_data",
 }
 SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_KEY|ACCESS_KEY)$")
-# They change what flashinfer compiles. Kernels are cached by the ladder's, so a tier cannot have its own.
-COMPILER_FLAGS = ("FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_CUDA_ARCH_LIST")
+# They change what flashinfer 0.6.3 compiles (jit/core.py, jit/cpp_ext.py). Kernels are cached by the ladder's, so a
+# tier cannot have its own.
+COMPILER_FLAGS = (
+    "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_LDFLAGS", "FLASHINFER_CUDA_ARCH_LIST",
+    "FLASHINFER_NVCC", "FLASHINFER_JIT_DEBUG", "FLASHINFER_JIT_LINEINFO", "CC", "CXX",
+)  # fmt: skip
 
 
 def ladder_errors(
@@ -269,11 +295,6 @@ def _tier_errors(
         if name in COMPILER_FLAGS:
             hint = "set it in the ladder's env, or make a ladder of its own: kernels are cached by the ladder's flags"
             errors.append(origin.error((*at, "env", name), "changes what is compiled, so a tier cannot set it", hint))
-    for position, name in enumerate(tier.without):
-        there = {**ladder.args, **ladder.env}
-        if name not in there:
-            problem = f'"{name}" is neither an argument nor a variable of the ladder'
-            errors.append(origin.error((*at, "without", position), problem, nearest(name, there)))
     for position, patch in enumerate(tier.needs.patches):
         if patch not in patches:
             problem = f'there is no patch "{patch}" in the series'

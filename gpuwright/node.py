@@ -73,7 +73,7 @@ def observe(spec: NodeSpec) -> NodeCommand:
         "unit": spec.data.unit,
         "python": spec.data.python,
         "interpreter": spec.data.interpreter,
-        "commands": ["bash", "cc", "flock", "logrotate", "sh"],
+        "commands": ["bash", "c++", "cc", "flock", "logrotate", "sh"],
         "folders": list(spec.paths.folders),
         "files": paths,
         "model": {
@@ -222,13 +222,16 @@ def make_tiny_model(spec: NodeSpec) -> list[NodeCommand]:
     return [run_script("tiny_model", {"path": spec.model_path, "model": spec.tiny_model}, spec=spec)]
 
 
-def run_server(spec: NodeSpec, actions: list[str], runs_on: dict[str, str], manager: str) -> NodeCommand:
-    """Stop, start or await the server, or go back to the one before it."""
+def run_server(
+    spec: NodeSpec, actions: list[str], runs_on: dict[str, str], manager: str, attempt: str = ""
+) -> NodeCommand:
+    """Stop, start or await the server, or go back to the one before it. `attempt` names the failure it may leave."""
     shown = spec.ladder.shown_by(spec.tier)
     service = spec.systemd_files if manager == "systemd" else (spec.supervisor_conf,)
     request = {
         "root": spec.paths.root,
         "actions": actions,
+        "attempt": attempt,
         "manager": manager,
         "unit": spec.data.unit,
         "address": spec.address,
@@ -238,7 +241,12 @@ def run_server(spec: NodeSpec, actions: list[str], runs_on: dict[str, str], mana
         "tier": spec.tier.name,
         "runs_on": runs_on,
         "conf": spec.paths.supervisor_conf,
-        "files": [spec.active_script.path, *(file.path for file in service)],
+        "files": [
+            spec.active_script.path,
+            *(file.path for file in service),
+            spec.paths.secrets_file,
+            spec.paths.secrets_env,
+        ],
         "deadline_s": spec.deadline_s(spec.tier),
         "seen": [] if spec.rank else shown.seen,  # SGLang logs most of them on its first rank alone
         "never": shown.never,

@@ -319,19 +319,24 @@ def manager_files(spec: NodeSpec, state: NodeState) -> tuple[NodeFile, ...]:
     return spec.systemd_files if manager(spec, state) == "systemd" else (spec.supervisor_conf,)
 
 
-def stale_manager_files(spec: NodeSpec, state: NodeState) -> list[str]:
-    """Configuration of ours for the supervisor that this node does not use."""
-    if manager(spec, state) == "systemd":
-        others: tuple[NodeFile, ...] = (spec.supervisor_conf,)
-    else:
-        others = spec.systemd_files if state.unit_owner == spec.paths.root else ()
-    return [file.path for file in others if state.files.get(file.path)]
+def stale_managers(spec: NodeSpec, state: NodeState) -> list[str]:
+    """What of another supervisor than the node's is left, by its configuration: it would start a server of its own."""
+    kept = manager(spec, state)
+    stale = [f"unit {unit}" for unit in state.server.units if kept != "systemd" or unit != spec.data.unit]
+    if kept == "systemd" and state.files.get(spec.paths.supervisor_conf):
+        stale.append(spec.paths.supervisor_conf)
+    return stale
 
 
 def _configure(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    if manager(spec, state) == "systemd":
+        for path, owner in (("systemd's", state.unit_owner), ("logrotate's", state.logrotate_owner)):
+            if owner not in (None, spec.paths.root):
+                whose = f"of gpuwright's root {owner}" if owner else "not of gpuwright"
+                problem = f"{path} {spec.data.unit} is {whose}\n    -> set another `unit` in group_data"
+                yield Change(CONFIGURE, problem, blocked=True)
+                return
     yield from _file_changes(CONFIGURE, manager_files(spec, state), state)
-    for path in stale_manager_files(spec, state):
-        yield Change(CONFIGURE, path, "absent", f"left of another supervisor than {manager(spec, state)}")
 
 
 def _file_changes(step: str, files: Iterable[NodeFile], state: NodeState) -> Iterable[Change]:
@@ -371,15 +376,21 @@ def runs_on(spec: NodeSpec, state: NodeState) -> dict[str, str]:
 
 
 def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
-    """What files/node/server.py must do on a node in `state`: nothing, wait, or stop, start and wait."""
+    """What files/node/server.py must do on a node in `state`, in order; nothing where the active tier serves.
+
+    A server that its supervisor has started again by itself, from the same things, is taken over and awaited.
+    """
     server = state.server
     record = server.record or {}
-    kept = server.manager == manager(spec, state) and server.pid is not None and server.pid == record.get("pid")
+    kept = server.manager == manager(spec, state) and server.pid is not None
     if not kept or record.get("runs_on") != runs_on(spec, state) or server.orphans:
         return ["stop", "start", "wait"]
+    stale = ["retire"] if stale_managers(spec, state) else []
+    if server.pid != record.get("pid"):
+        return [*stale, "adopt", "wait"]
     if not record.get("ready_at"):
-        return ["wait"]
-    return [] if server.health == 200 else ["stop", "start", "wait"]
+        return [*stale, "wait"]
+    return stale if server.health == 200 else ["stop", "start", "wait"]
 
 
 def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
@@ -397,6 +408,8 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
     for name, step in (("launch script", LAUNCHERS), ("supervisor's configuration", CONFIGURE)):
         if name in pending and not any(c.step == step and c.what in run_from for c in before):
             pending.remove(name)  # other files of that step change
+    for what in stale_managers(spec, state):
+        yield Change(SERVER, what, "absent", f"left of another supervisor than {manager(spec, state)}")
     for orphan in server.orphans:
         yield Change(SERVER, f"process {orphan.pid} ({orphan.command})", "ended", "left of an earlier server")
     if server.pid is None:
@@ -407,16 +420,22 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
         yield Change(SERVER, f"tier {tier}", f"kept by {wanted_manager}", f"kept by {server.manager}")
     elif pending:
         yield Change(SERVER, f"restart tier {tier}, because of: {', '.join(pending)}")
-    elif record and server.pid != record.get("pid"):
-        yield Change(SERVER, f"tier {tier}", f"pid {record.get('pid')}, as started", f"pid {server.pid}, after a crash")
     elif record.get("runs_on") != (wanted := runs_on(spec, state)):
         then = record.get("runs_on") or {}
         changed = ", ".join(name for name in wanted if wanted[name] != then.get(name))
         yield Change(SERVER, f"restart tier {tier}, because of what changed since it was started: {changed}")
+    elif server.pid != record.get("pid"):
+        found = f"pid {server.pid}, started again by {server.manager} after a crash or a reboot"
+        yield Change(SERVER, f"take over tier {tier}", f"pid {record.get('pid')}, as started", found)
     elif not record.get("ready_at"):
         yield Change(SERVER, f"await tier {tier}", "ready", f"pid {server.pid} is still loading")
     elif server.health != 200:
         yield Change(SERVER, f"tier {tier}", "/health answers 200", f"{server.health or 'no answer'}")
+
+
+def restarts(spec: NodeSpec, state: NodeState | None) -> bool:
+    """Whether a deploy starts this host's server anew: the other hosts of its cluster then must, too."""
+    return state is not None and bool({"stop", "start"} & set(server_actions(spec, state)))
 
 
 def unused_caches(spec: NodeSpec, state: NodeState) -> list[str]:

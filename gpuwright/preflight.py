@@ -41,7 +41,12 @@ def problems(spec: NodeSpec, state: NodeState, *, installed: bool, manager: str)
         state.ensurepip or state.tools is not None, "python3's venv", "ensurepip can be imported", "it cannot",
         "install python3-venv",
     )  # fmt: skip
-    remedies = {"cc": "install a C compiler (gcc)", "flock": "install util-linux", "bash": "install bash"}
+    remedies = {
+        "cc": "install a C compiler (gcc)",
+        "c++": "install a C++ compiler (g++)",
+        "flock": "install util-linux",
+        "bash": "install bash",
+    }
     for command, remedy in remedies.items():
         need(state.commands.get(command) is not None, command, "on PATH", "not found", remedy)
     need(
@@ -74,11 +79,11 @@ def problems(spec: NodeSpec, state: NodeState, *, installed: bool, manager: str)
             state.commands.get("logrotate") is not None, "logrotate", "on PATH, for the server's logs", "not found",
             "install logrotate, or set `supervisor` in group_data to supervisor",
         )  # fmt: skip
-        unit = f"/etc/systemd/system/{data.unit}.service"
-        owner = f"of gpuwright's root {state.unit_owner}" if state.unit_owner else "not of gpuwright"
+        owners = [owner for owner in (state.unit_owner, state.logrotate_owner) if owner not in (None, data.root)]
+        whose = f"of gpuwright's root {owners[0]}" if owners and owners[0] else "not of gpuwright"
         need(
-            state.unit_owner in (None, data.root),
-            f"unit {data.unit}", f"none, or of {data.root}", f"{unit} is {owner}", "set another `unit` in group_data",
+            not owners, f"unit {data.unit}", f"none, or of {data.root}", f"one that is {whose}",
+            "set another `unit` in group_data",
         )  # fmt: skip
     if state.port is not None:
         orphans = [orphan.pid for orphan in state.server.orphans]

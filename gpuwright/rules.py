@@ -90,7 +90,7 @@ def _covers(rule: Rule, pin: str) -> bool:
 def broken(rules: Iterable[Rule], ladder: Ladder, tier: Tier, engine: str) -> list[Rule]:
     """The rules that a tier breaks and does not waive. `engine`: "sglang==0.5.9".
 
-    Raises jinja2.UndefinedError when a rule counts with an argument that is not set, without asking for it first.
+    A rule that cannot be judged (it counts with an argument that is not set, or divides by zero) counts as broken.
     """
     args = {name.replace("-", "_"): value for name, value in ladder.merged_args(tier).items()}
     context: dict[str, Any] = {
@@ -107,11 +107,13 @@ def broken(rules: Iterable[Rule], ladder: Ladder, tier: Tier, engine: str) -> li
     def true(expression: str) -> bool:
         return bool(environment.compile_expression(expression)(**context))
 
-    return [
-        rule
-        for rule in rules
-        if rule.id not in waived and _covers(rule, engine) and true(rule.when) and not true(rule.require)
-    ]
+    def holds(rule: Rule) -> bool:
+        try:
+            return not true(rule.when) or true(rule.require)
+        except (jinja2.UndefinedError, TypeError, ArithmeticError):
+            return False
+
+    return [rule for rule in rules if rule.id not in waived and _covers(rule, engine) and not holds(rule)]
 
 
 def _written(rule: Rule, at: Loc, origin: Origin) -> Loc:
@@ -130,18 +132,22 @@ def broken_rules(
     errors, ids = [], {rule.id for rule in rules}
     for name, ladder in ladders.items():
         loc: Loc = ("ladders", name)
-        said: set[str] = set()  # what the ladder's own arguments break is said once, at its first tier
+        said: set[tuple[str, Loc]] = set()  # what the ladder's own arguments break is said once, at its first tier
+        base = Tier(name="ladder", rank="", about="")
+        common = {rule.id for rule in broken(rules, ladder, base, engines[ladder.stack])}
         waived: list[tuple[Loc, str]] = [((*loc, "waive", rule), rule) for rule in ladder.waive]
         for index, tier in enumerate(ladder.tiers):
             at: Loc = (*loc, "tiers", index)
             waived += [((*at, "waive", rule), rule) for rule in tier.waive]
             for rule in broken(rules, ladder, tier, engines[ladder.stack]):
-                if rule.id not in said:
-                    said.add(rule.id)
+                where = _written(rule, at, origin)
+                place = (rule.id, loc if rule.id in common and where == at else where)
+                if place not in said:
+                    said.add(place)
                     hint = f"source: {rule.source}\n    to break it knowingly: waive: {{{rule.id}: the reason}}"
                     problem = f"{tier.name} breaks the rule {rule.id}: {rule.message}"
-                    errors.append(origin.error(_written(rule, at, origin), problem, hint))
-        for where, rule_id in waived:
+                    errors.append(origin.error(where, problem, hint))
+        for written, rule_id in waived:
             if rule_id not in ids:
-                errors.append(origin.error(where, f'there is no rule "{rule_id}"', nearest(rule_id, ids)))
+                errors.append(origin.error(written, f'there is no rule "{rule_id}"', nearest(rule_id, ids)))
     return errors

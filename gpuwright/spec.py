@@ -82,6 +82,11 @@ class Paths:
         return f"{self.run}/supervisord.conf"
 
     @property
+    def await_server(self) -> str:
+        """What a systemd unit awaits the server by."""
+        return f"{self.run}/await_server.py"
+
+    @property
     def secrets_file(self) -> str:
         """Secret arguments, which the server reads with --config: JSON, which is YAML, so node scripts can read it."""
         return f"{self.run}/secrets.yaml"
@@ -254,7 +259,8 @@ class NodeSpec:
         if self.rank is not None and self.data.cluster is not None:
             fixed["nnodes"] = self.ladder.nodes
             fixed["node-rank"] = self.rank
-            fixed["dist-init-addr"] = f"{self.members[0].address}:{self.data.cluster.port}"
+            first = self.members[0].address
+            fixed["dist-init-addr"] = f"{f'[{first}]' if ':' in first else first}:{self.data.cluster.port}"
         if any(name in SECRET_ARGS for name in self.data.secrets):
             fixed["config"] = self.paths.secrets_file
         lines = []
@@ -338,11 +344,12 @@ class NodeSpec:
 
     @cached_property
     def systemd_files(self) -> tuple[NodeFile, ...]:
-        """The active tier's systemd unit, and the rotation of its logs."""
+        """The active tier's systemd unit, the rotation of its logs, and what the unit awaits the server by."""
         unit = self.data.unit
         return (
             NodeFile(f"/etc/systemd/system/{unit}.service", self._rendered("sglang-server.service.j2")),
             NodeFile(f"/etc/logrotate.d/{unit}", self._rendered("logrotate.j2")),
+            NodeFile(self.paths.await_server, self._rendered("await_server.py.j2")),
         )
 
     @property
@@ -353,7 +360,8 @@ class NodeSpec:
     def _rendered(self, template: str) -> str:
         return _templates().get_template(template).render(
             paths=self.paths, tier=self.tier, script=self.script_path(self.tier), log=self.log,
-            deadline_s=self.deadline_s(self.tier), path=self.environment(self.tier)["PATH"],
+            deadline_s=self.deadline_s(self.tier), path=self.environment(self.tier)["PATH"], python=self.python,
+            await_server=self.paths.await_server, address=self.address, port=self.data.port,
         )  # fmt: skip
 
     @cached_property

@@ -91,7 +91,7 @@ class SeenServer(Seen):
     """The server as its supervisor, its record and its port show it. `health` is an HTTP status.
 
     `manager`: who keeps it (supervisor or systemd), `status` in that one's words. `orphans`: processes of an earlier
-    server of ours that nobody keeps any more.
+    server of ours that nobody keeps any more. `units`: the systemd units that deploys of this root wrote, by name.
     """
 
     manager: str | None
@@ -101,6 +101,7 @@ class SeenServer(Seen):
     record: dict[str, Any] | None
     processes: list[int]
     orphans: list[SeenProcess]
+    units: list[str]
     health: int | None
 
 
@@ -136,6 +137,7 @@ class NodeState(Seen):
     server: SeenServer
     systemd: bool
     unit_owner: str | None
+    logrotate_owner: str | None
     caches: list[str]
     state: dict[str, Any] | None
     results: list[SeenResult]

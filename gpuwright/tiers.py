@@ -32,6 +32,8 @@ def group_values(group: str) -> dict[str, Any]:
 def spec_of(catalogue: Catalogue, group: str, tier: str | None, members: list[str], rank: int) -> NodeSpec:
     """The desired state of a host of `group`, with no node. `members`: the addresses of its cluster, by rank."""
     values = group_values(group) | {"allow_blocked": True} | ({"tier": tier} if tier else {})
+    if "ladder" not in values:
+        raise GpuwrightError(f"group {group} names no ladder: choose one whose group_data does, such as gpu or lab")
     ladder = catalogue.ladders.get(values["ladder"])
     names = [each.name for each in ladder.tiers] if ladder else []
     if tier and ladder and tier not in names:

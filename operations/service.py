@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import uuid
 from datetime import datetime, timezone
 from typing import Any
 
 from pyinfra import logger
-from pyinfra.api.command import FunctionCommand
+from pyinfra.api.command import FunctionCommand, StringCommand
 from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
@@ -19,15 +20,18 @@ from gpuwright.plan import (
     PRUNE,
     RECORD,
     SERVER,
+    Change,
     manager,
     manager_files,
+    restarts,
     runs_on,
     server_actions,
-    stale_manager_files,
     unused_caches,
 )
+from gpuwright.preflight import shell_failure
 from gpuwright.spec import NodeSpec
-from operations.stage import Commands, converge, revision, run, to_pyinfra
+from gpuwright.state import NodeState
+from operations.stage import Commands, converge, observe_peer, revision, run, specs, to_pyinfra
 
 
 @operation()
@@ -37,9 +41,7 @@ def configure(spec: NodeSpec) -> Commands:
         spec,
         CONFIGURE,
         "the supervisor is configured",
-        lambda state, changes: [
-            node.write_files(spec, list(manager_files(spec, state)), stale_manager_files(spec, state))
-        ],
+        lambda state, changes: [node.write_files(spec, list(manager_files(spec, state)))],
     )
 
 
@@ -47,32 +49,47 @@ def configure(spec: NodeSpec) -> Commands:
 def run_tier(spec: NodeSpec) -> Commands:
     """Have the active tier serve: restarted only when something it runs on has changed, and awaited until it answers.
 
-    Reads the observation; may run files/node/server.py.
+    Reads the observation, for a cluster also that of its other hosts; may run files/node/server.py.
     """
+    peers = [peer for peer in specs() if peer.host != spec.host and peer.host in {m.name for m in spec.members}]
+    lacking = {member.name for member in spec.members} - {spec.host, *(peer.host for peer in peers)}
+    if lacking:
+        yield StringCommand(
+            shell_failure(f"{', '.join(sorted(lacking))} of this cluster cannot be reached: not started")
+        )
+        return
+    restarting = [peer.host for peer in peers if restarts(peer, observe_peer(peer))]
     yield from converge(
         spec,
         SERVER,
         f"tier {spec.tier.name} serves",
-        lambda state, changes: [
-            FunctionCommand(serve, (spec, server_actions(spec, state), runs_on(spec, state), manager(spec, state)), {})
-        ],
+        lambda state, changes: [FunctionCommand(serve, (spec, *_how(spec, state, bool(restarting))), {})],
+        also=[Change(SERVER, f"restart tier {spec.tier.name}, because {', '.join(restarting)} restarts")]
+        if restarting
+        else [],
     )
+
+
+def _how(spec: NodeSpec, state: NodeState, restart: bool) -> tuple[list[str], dict[str, str], str]:
+    actions = ["stop", "start", "wait"] if restart else server_actions(spec, state)
+    return actions, runs_on(spec, state), manager(spec, state)
 
 
 def serve(
     state: State, host: Host, spec: NodeSpec, actions: list[str], started_on: dict[str, str], manager: str
 ) -> bool:
     """Run the actions. When the tier does not come up, say why, go back to the one before it, and fail this host."""
-    if run(host, node.run_server(spec, actions, started_on, manager), print_output=True)[0]:
+    attempt = uuid.uuid4().hex
+    if run(host, node.run_server(spec, actions, started_on, manager, attempt), print_output=True)[0]:
         return True
     fetched, text = run(host, node.read_failure(spec))
-    answer: dict[str, Any] = json.loads(text) if fetched else {"failure": None, "text": ""}
-    if answer["failure"] is None:  # it failed before anything was started, and has said why
+    answer: dict[str, Any] = json.loads(text.strip().rpartition("\n")[2]) if fetched else {"failure": None}
+    if (answer["failure"] or {}).get("attempt") != attempt:  # it failed before anything was started, and has said why
         return False
     found = diagnose(answer["text"], spec.signatures)
     for line in report(found, answer["failure"]["log"]).splitlines():
         host.log(f"  {line}", logger.info)
-    run(host, node.run_server(spec, ["roll_back"], started_on, manager), print_output=True)
+    run(host, node.run_server(spec, ["roll_back"], started_on, manager, attempt), print_output=True)
     return False
 
 

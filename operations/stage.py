@@ -18,7 +18,7 @@ from pyinfra.connectors.ssh import connector_data_meta
 from facts.observation import Observation
 from gpuwright import REPOSITORY
 from gpuwright.catalogue import load_catalogue
-from gpuwright.errors import GpuwrightError, InputErrors
+from gpuwright.errors import GpuwrightError, InputError, InputErrors
 from gpuwright.hostdata import Sources
 from gpuwright.node import NodeCommand, observe
 from gpuwright.plan import Change, plan
@@ -31,21 +31,24 @@ _specs: dict[str, NodeSpec] = {}
 _observations: dict[str, tuple[bool, NodeState]] = {}
 
 
-def desired_state(*, secrets: bool = True) -> NodeSpec:
-    """This host's NodeSpec. The first call reads the catalogue and validates every host of the run, and looks for its
-    secrets on this machine where `secrets`.
+def desired_state(*, serving: bool = True) -> NodeSpec:
+    """This host's NodeSpec. The first call reads the catalogue and validates every host of the run; where it is to
+    serve, also its secrets on this machine, and that the run has the whole of its cluster.
 
     Raises StopRun naming file, line and key, before a command was sent to any host.
     """
     if not _specs:
         try:
             catalogue = load_catalogue()
-            errors, specs = [], {}
+            errors: list[InputError] = []
+            specs: dict[str, NodeSpec] = {}
             for each in state.inventory.get_active_hosts():
                 try:
                     spec = build_spec(each.name, _own_data(each), catalogue, _sources(each), _members(each))
                     specs[each.name] = spec
-                    _ = spec.secret_files if secrets else None
+                    _ = spec.secret_files if serving else None
+                    if serving and "service" in spec.stages:
+                        _require_whole_cluster(spec)
                 except InputErrors as error:
                     errors += error.errors
             if errors:
@@ -56,24 +59,28 @@ def desired_state(*, secrets: bool = True) -> NodeSpec:
     return _specs[host.name]
 
 
-def _members(each: Host) -> tuple[Member, ...]:
-    """The hosts of a host's cluster, ranked in the order in which the inventory lists their group.
+def specs() -> list[NodeSpec]:
+    """The NodeSpec of every host of the run that could be reached."""
+    return list(_specs.values())
 
-    Raises StopRun where the run would start only some of them: each waits for the others.
-    """
+
+def _members(each: Host) -> tuple[Member, ...]:
+    """The hosts of a host's cluster, ranked in the order in which the inventory lists their group."""
     cluster = _own_data(each).get("cluster")
     if not isinstance(cluster, dict) or "group" not in cluster:
         return ()
     hosts = state.inventory.get_group(cluster["group"]) if cluster["group"] in state.inventory.groups else []
-    active = set(state.inventory.get_active_hosts())
-    absent = [host.name for host in hosts if host not in active]
-    stages = _own_data(each).get("stages", "service")
-    if absent and "service" in stages:
-        raise StopRun(
-            f"{each.name} serves together with {', '.join(absent)}, which --limit leaves out: name all of "
-            f'"{cluster["group"]}", or leave out the service stage (--data stages=preflight,system,runtime,…)'
-        )
     return tuple(Member(host.name, _address(host)) for host in hosts)
+
+
+def _require_whole_cluster(spec: NodeSpec) -> None:
+    """Raises GpuwrightError where --limit would start only some hosts of a cluster: each waits for the others."""
+    outside = [m.name for m in spec.members if not state.is_host_in_limit(state.inventory.get_host(m.name))]
+    if outside and spec.data.cluster is not None:
+        raise GpuwrightError(
+            f"{spec.host} serves together with {', '.join(outside)}, which --limit leaves out: name the whole group "
+            f'"{spec.data.cluster.group}", or leave out the service stage (--data stages=preflight,system,runtime,…)'
+        )
 
 
 def _address(each: Host) -> str:
@@ -113,6 +120,17 @@ def observed(spec: NodeSpec) -> NodeState | None:
     return kept[1]
 
 
+def observe_peer(spec: NodeSpec) -> NodeState | None:
+    """The state of another host of the run, read now; None when it does not answer."""
+    command = observe(spec)
+    peer = state.inventory.get_host(spec.host)
+    try:
+        found: NodeState | None = peer.get_fact(Observation, line=command.line, _stdin=command.stdin)
+    except Exception:
+        return None
+    return found
+
+
 Commands = Generator[PyinfraCommand, None, None]
 Build = Callable[[NodeState, list[Change]], Sequence[NodeCommand | PyinfraCommand]]
 
@@ -123,17 +141,18 @@ def converge(
     settled: str,
     build: Build,
     refuse: Callable[[NodeState], Sequence[NodeCommand]] = lambda state: (),
+    also: Sequence[Change] = (),
 ) -> Commands:
     """The body of every operation: plan, say what differs, yield the commands that `build` makes of it.
 
     `settled` is the step's state in words, for the case that nothing is to do. A blocked change stops this host,
-    after the commands of `refuse` have kept and shown what stopped it.
+    after the commands of `refuse` have kept and shown what stopped it. `also`: changes that other hosts ask for.
     """
     found = observed(spec)
     if found is None:
         yield StringCommand(shell_failure("the host could not be observed: see the message above"))
         return
-    changes = plan(spec, found).of(step)
+    changes = [*plan(spec, found).of(step), *also]
     if not changes:
         host.noop(settled)
         return

@@ -53,7 +53,15 @@ def gpu_spec(**data: Any) -> NodeSpec:
 
 
 STOPPED = SeenServer(
-    manager=None, status=None, pid=None, restarts=None, record=None, processes=[], orphans=[], health=None
+    manager=None,
+    status=None,
+    pid=None,
+    restarts=None,
+    record=None,
+    processes=[],
+    orphans=[],
+    units=[],
+    health=None,
 )
 
 
@@ -68,7 +76,7 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
         "disk_free_bytes": 500 * GIB,
         "root_writable": True,
         "ensurepip": True,
-        "commands": {name: f"/usr/bin/{name}" for name in ("bash", "cc", "flock", "logrotate", "sh")},
+        "commands": {name: f"/usr/bin/{name}" for name in ("bash", "c++", "cc", "flock", "logrotate", "sh")},
         "interpreter": SeenInterpreter(path="/usr/bin/python3.12", version="3.12.3"),
         "folders": dict.fromkeys(spec.paths.folders),
         "files": {},
@@ -81,6 +89,7 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
         "server": STOPPED,
         "systemd": False,
         "unit_owner": None,
+        "logrotate_owner": None,
         "caches": [],
         "state": None,
         "results": [],

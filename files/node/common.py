@@ -46,7 +46,8 @@ def write_atomic(path, data, mode=0o644):
     beside = path + ".gpuwright-new"  # one name, so that what a killed run left is overwritten by the next
     old = os.stat(path) if os.path.exists(path) else None
     try:
-        with open(beside, "wb") as handle:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as handle:
+            os.fchmod(handle.fileno(), 0o600)  # also where a killed run left one: it may hold a secret
             handle.write(data)
             handle.flush()
             os.fsync(handle.fileno())
@@ -70,9 +71,9 @@ def write_atomic(path, data, mode=0o644):
         os.close(folder)
 
 
-def write_json(path, value):
+def write_json(path, value, mode=0o644):
     """write_atomic of a JSON value, keys sorted."""
-    write_atomic(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+    write_atomic(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode(), mode)
 
 
 def now():
@@ -150,10 +151,13 @@ def systemctl(*arguments):
     return done.returncode, done.stdout.decode("utf-8", "replace").strip()
 
 
-def unit_owner(unit):
-    """The root whose deploy wrote a unit's file: None when there is no such file, "" when it is not of gpuwright."""
+UNITS = "/etc/systemd/system"
+
+
+def owner(path):
+    """The root whose deploy wrote a file of /etc: None when there is no such file, "" when it is not of gpuwright."""
     try:
-        with open("/etc/systemd/system/%s.service" % unit, encoding="utf-8") as handle:
+        with open(path, encoding="utf-8", errors="replace") as handle:
             first = handle.readline()
     except OSError:
         return None
@@ -161,11 +165,30 @@ def unit_owner(unit):
     return rest.rpartition(": ")[0] if not head else ""
 
 
-def systemd_status(unit, root):
-    """systemd's word on the unit, as supervisor_status gives it; None when there is none of this root."""
-    if not has_systemd() or unit_owner(unit) != root:
+def unit_path(unit):
+    return "%s/%s.service" % (UNITS, unit)
+
+
+def units_of(root):
+    """The systemd units that deploys of `root` wrote, by name."""
+    files = sorted(os.listdir(UNITS)) if os.path.isdir(UNITS) else []
+    names = [name[: -len(".service")] for name in files if name.endswith(".service")]
+    return [name for name in names if owner(unit_path(name)) == root]
+
+
+def unit_owner(unit):
+    """As `owner` of a unit's file; "" also when the unit comes from elsewhere, such as a package."""
+    found = owner(unit_path(unit))
+    if found is None and has_systemd() and systemctl("show", unit, "--property=FragmentPath", "--value")[1]:
+        return ""
+    return found
+
+
+def systemd_status(unit):
+    """systemd's word on a unit of ours, as supervisor_status gives it; None when systemd does not answer."""
+    if not has_systemd():
         return None
-    names = "ActiveState,SubState,MainPID,ControlGroup,NRestarts,Result"
+    names = "ActiveState,SubState,MainPID,ControlGroup,NRestarts,Result,Job"
     code, said = systemctl("show", unit, "--property=" + names)
     found = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
     if code or "ActiveState" not in found:
@@ -176,9 +199,9 @@ def systemd_status(unit, root):
     return {
         "manager": "systemd",
         "status": "%s (%s)" % (state, result) if state != "active" else state,
-        "pid": pid if pid and state in ("active", "activating") and not waiting else None,
+        "pid": pid if pid and state in ("active", "activating", "reloading") and not waiting else None,
         "cgroup": found["ControlGroup"] or None,
-        "ended": state in ("failed", "inactive") or waiting,
+        "ended": waiting or (state in ("failed", "inactive") and not found.get("Job")),
         "restarts": int(found["NRestarts"] or 0),
     }
 
@@ -214,20 +237,37 @@ def boot_id():
 
 
 def server_processes(record):
-    """The live processes of the server that `record` (run/server.json) describes: its control group under systemd, and
-    its process group, the one that its supervisor gave it.
+    """The live processes of the server that `record` (run/server.json) describes: its process group, which is the one
+    that its supervisor gave it, and the marked ones of its control group.
 
-    A member of the group that started before the server did is not ours: the number was reused, after a very long time.
+    A number is used again once it is free. So while the group's leader lives, it must be the very process that was
+    started; when it is gone, only members with our mark are ours.
     """
     if not record or record.get("boot_id") != boot_id():
         return []
-    found = set(cgroup_processes(record["cgroup"])) if record.get("cgroup") else set()
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            info = process(int(name))
-            if info and info["pgid"] == record["pgid"] and info["started"] >= record["started_ticks"]:
-                found.add(int(name))
+    leader = process(record["pgid"]) if record["pgid"] > 0 else None
+    if leader and leader["started"] != record["started_ticks"]:
+        return []
+    marked = set(marked_processes(REQUEST["root"]))
+    found = {pid for pid in cgroup_processes(record["cgroup"]) if pid in marked} if record.get("cgroup") else set()
+    for pid in processes():
+        info = process(pid)
+        if info and info["pgid"] == record["pgid"] and (leader or pid in marked):
+            found.add(pid)
     return sorted(found)
+
+
+def processes():
+    """Every process of this PID namespace: a container's are seen from its host, and are not the host's."""
+    own = os.readlink("/proc/self/ns/pid")
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink("/proc/%s/ns/pid" % name) == own:
+                found.append(int(name))
+        except OSError:
+            continue  # it is gone, or another user's
+    return found
 
 
 def cgroup_processes(cgroup):
@@ -249,11 +289,11 @@ def marked_processes(root):
     finds those that are in no record: of an earlier crash, after which the record was lost or written anew.
     """
     mark, found = b"GPUWRIGHT_SUPERVISED=" + root.encode(), []
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    for pid in processes():
         try:
-            with open("/proc/%s/environ" % name, "rb") as handle:
-                if mark in handle.read().split(b"\0") and process(int(name)):
-                    found.append(int(name))
+            with open("/proc/%d/environ" % pid, "rb") as handle:
+                if mark in handle.read().split(b"\0") and process(pid):
+                    found.append(pid)
         except OSError:
             continue
     return sorted(found)

@@ -215,15 +215,17 @@ HEALTH_TIMEOUT_S = 25
 
 def server(root, unit):
     record = read_json(os.path.join(root, "run", "server.json"))
-    seen = [supervisor_status(os.path.join(root, "run", "supervisor.sock")), systemd_status(unit, root)]
-    known = [each for each in seen if each]
+    units = units_of(root)
+    known = [supervisor_status(os.path.join(root, "run", "supervisor.sock"))]
+    known += [systemd_status(each) for each in sorted(units, key=lambda each: each != unit)]
+    known = [each for each in known if each]
     running = [each for each in known if each["pid"]]
     kept = (running or known or [{"manager": None, "status": None, "pid": None, "cgroup": None, "restarts": None}])[0]
-    processes = server_processes(record)
-    ours = {*processes, *(cgroup_processes(kept["cgroup"]) if kept["cgroup"] else []), kept["pid"]}
+    recorded = server_processes(record)
+    ours = {*recorded, *(cgroup_processes(kept["cgroup"]) if kept["cgroup"] else []), kept["pid"]}
     orphans = {pid for pid in marked_processes(root) if pid not in ours and not supervised(pid, ours)}
     if not kept["pid"]:
-        orphans |= set(processes)
+        orphans |= set(recorded)
     ready = bool(kept["pid"] and record and record.get("ready_at"))
     return {
         "manager": kept["manager"],
@@ -231,8 +233,9 @@ def server(root, unit):
         "pid": kept["pid"],
         "restarts": kept["restarts"],
         "record": record,
-        "processes": processes,
+        "processes": recorded,
         "orphans": [{"pid": pid, "command": command_line(pid)[:80]} for pid in sorted(orphans)],
+        "units": units,
         "health": http_status("/health", HEALTH_TIMEOUT_S) if ready else None,
     }
 
@@ -301,6 +304,7 @@ def main():
         "server": server(root, REQUEST["unit"]),
         "systemd": has_systemd(),
         "unit_owner": unit_owner(REQUEST["unit"]),
+        "logrotate_owner": owner("/etc/logrotate.d/%s" % REQUEST["unit"]),
         "caches": listing(os.path.join(root, "cache")),
         "state": read_json(os.path.join(root, "state.json")),
         "results": results(os.path.join(root, "results")),

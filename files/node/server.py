@@ -1,8 +1,9 @@
 """Start, stop and await the server that supervisor or systemd keeps, printing what happens as it happens.
 
-REQUEST: root, actions (of "stop", "start", "wait", "roll_back", "shut_down", in order), manager ("supervisor" or
-"systemd"), unit, address, port, script, log, tier, runs_on, conf, files (what the server is started from), deadline_s,
-seen and never (regular expressions over the log since this start), phases [[regular expression, words]].
+REQUEST: root, actions (of "stop", "start", "adopt", "wait", "retire", "roll_back" and "shut_down", in order), attempt
+(a name for it), manager ("supervisor" or "systemd"), unit, address, port, script, log, tier, runs_on, conf, files (what
+the server is started from), deadline_s, seen and never (regular expressions over the log since this start), phases
+[[regular expression, words]].
 
 run/server.json is the record of the server that was started last; run/ready.json what it was started from, once it was
 ready; run/previous.json that of the server before it, until the new one is ready; run/failure.json the last failure.
@@ -94,6 +95,9 @@ class Supervisor:
     def settled(self):
         return (self.seen() or {"status": ""})["status"] != "STOPPING"
 
+    def keep_down(self):
+        """supervisord starts nothing by itself."""
+
     def shut_down(self):
         api = supervisor(self.socket)
         if api is not None:
@@ -102,47 +106,75 @@ class Supervisor:
                 fail("supervisord does not end; see %s" % self.log)
             say("supervisord ends")
 
+    def retire(self):
+        self.shut_down()
+        remove(REQUEST["conf"])
+
 
 class Systemd:
     """A unit of the system's systemd."""
 
-    log = "journalctl -u %s" % REQUEST["unit"]
+    def __init__(self, unit):
+        self.unit, self.log = unit, "journalctl -u %s" % unit
 
     def seen(self):
-        return systemd_status(REQUEST["unit"], ROOT)
+        return systemd_status(self.unit)
 
     def start(self):
         systemctl("daemon-reload")
-        systemctl("reset-failed", REQUEST["unit"])  # fails where nothing has failed
-        for command in ("enable", "start"):  # start: until the script is executed, not until the server answers
-            code, said = systemctl(command, REQUEST["unit"])
+        systemctl("reset-failed", self.unit)  # fails where nothing has failed
+        for command in (("enable",), ("start", "--no-block")):  # the unit's own start ends when the server answers
+            code, said = systemctl(*command, self.unit)
             if code:
-                raise Failed("systemctl %s %s: %s" % (command, REQUEST["unit"], said))
+                raise Failed("systemctl %s %s: %s" % (command[0], self.unit, said))
 
     def stop(self):
         """Ask for the end; does not wait for it."""
-        if self.seen():
-            systemctl("stop", "--no-block", REQUEST["unit"])
+        systemctl("stop", "--no-block", self.unit)
 
     def settled(self):
         return not (self.seen() or {"status": ""})["status"].startswith("deactivating")
 
-    def shut_down(self):
-        if self.seen():
-            systemctl("disable", REQUEST["unit"])
+    def keep_down(self):
+        systemctl("disable", self.unit)
+
+    shut_down = keep_down
+
+    def retire(self):
+        """Of a unit whose server has been stopped: nothing of it stays."""
+        systemctl("disable", self.unit)
+        for path in (unit_path(self.unit), "/etc/logrotate.d/%s" % self.unit):
+            if owner(path) == ROOT:
+                os.unlink(path)
+        systemctl("daemon-reload")
+        say("unit %s is removed" % self.unit)
 
 
-MANAGERS = {"supervisor": Supervisor, "systemd": Systemd}
+def declared():
+    """The manager that REQUEST names."""
+    return Systemd(REQUEST["unit"]) if REQUEST["manager"] == "systemd" else Supervisor()
 
 
 def managers():
-    """The declared manager first, then the other, which may still keep an earlier server."""
-    names = sorted(MANAGERS, key=lambda name: name != REQUEST["manager"])
-    return [MANAGERS[name]() for name in names if name == "supervisor" or has_systemd()]
+    """Every manager that may keep a server of this root: supervisord, and each unit that a deploy of it wrote."""
+    return [Supervisor(), *(Systemd(unit) for unit in (units_of(ROOT) if has_systemd() else []))]
 
 
-def identity(pid, manager, cgroup):
-    """What server_processes needs to know of a live server process, or None."""
+def retire():
+    """Stop what an earlier manager keeps, and remove its configuration: it would start beside the declared one."""
+    for manager in managers():
+        if isinstance(manager, Supervisor):
+            if REQUEST["manager"] != "supervisor" and (os.path.exists(REQUEST["conf"]) or manager.seen()):
+                manager.retire()
+        elif REQUEST["manager"] != "systemd" or manager.unit != REQUEST["unit"]:
+            manager.stop()
+            until(manager.settled, 60)
+            manager.retire()
+
+
+def identity(seen):
+    """What server_processes needs to know of the live server process that a manager has, or None."""
+    pid = seen["pid"] if seen else None
     info = process(pid) if pid else None
     if info is None:
         return None
@@ -151,8 +183,8 @@ def identity(pid, manager, cgroup):
         "pgid": pid,  # either supervisor gives it a group of its own
         "started_ticks": info["started"],
         "boot_id": boot_id(),
-        "manager": manager,
-        "cgroup": cgroup,
+        "manager": seen["manager"],
+        "cgroup": seen["cgroup"],
     }
 
 
@@ -172,10 +204,17 @@ def stop(patience=30):
         seen = manager.seen()
         if seen and seen["pid"]:
             say("stopping the server (pid %d) and its children" % seen["pid"])
-            groups.append(identity(seen["pid"], seen["manager"], seen["cgroup"]))  # not the recorded, after a restart
+            groups.append(identity(seen))  # not the recorded, if its manager has restarted it
+
+    known = {}
 
     def left():
-        return sorted({pid for group in groups for pid in server_processes(group)} | set(marked_processes(ROOT)))
+        """What still lives of it. A process that is ending shows its mark no more, and is known by its start."""
+        for pid in {pid for group in groups for pid in server_processes(group)} | set(marked_processes(ROOT)):
+            known.setdefault(pid, (process(pid) or {}).get("started"))
+        return sorted(
+            pid for pid, started in known.items() if (process(pid) or {"started": None})["started"] == started
+        )
 
     ours = left()
     managed = {pid for group in groups[1:] for pid in server_processes(group)}
@@ -195,54 +234,99 @@ def stop(patience=30):
             fail("the server is gone, but its supervisor still holds it for stopping; see %s" % manager.log)
     wait_for_gpu_memory(ours)
     ready = read_json(READY)
-    if record and record.get("ready_at") and ready:
-        write_json(PREVIOUS, ready)
+    if ready:
+        write_json(PREVIOUS, ready, mode=0o600)
     remove(RECORD, READY)
 
 
 def wait_for_gpu_memory(pids):
-    """Until the driver lists none of the ended processes any more; where there is no nvidia-smi, there is no GPU."""
-    if pids and not until(lambda: not set(gpu_processes()) & set(pids), 60):
-        held = sorted(set(gpu_processes()) & set(pids))
-        fail(
-            "processes %s are gone, but their GPU memory is not: nvidia-smi still lists them after 60 s\n"
-            "    -> reset the GPU (nvidia-smi --gpu-reset) or reboot, then deploy again" % held
-        )
+    """Until the driver has the memory of the ended processes back; where there is no nvidia-smi, there is no GPU.
+
+    In a container nvidia-smi may name no process at all; then what is in use on each GPU is waited for, and told.
+    """
+    if not pids or nvidia_smi("--query-gpu=index") is None:
+        return
+
+    def held():
+        return sorted({int(row) for row in nvidia_smi("--query-compute-apps=pid") or [] if row.isdigit()} & set(pids))
+
+    def used():
+        rows = [row.split(",") for row in nvidia_smi("--query-gpu=index,memory.used") or []]
+        return ["GPU %s: %s MiB" % (row[0], row[1].strip()) for row in rows if float(row[1]) > GPU_IDLE_MIB]
+
+    if not until(lambda: not held() and (nvidia_smi("--query-compute-apps=pid") or not used()), 60):
+        if held():
+            fail(
+                "processes %s are gone, but their GPU memory is not: nvidia-smi still lists them after 60 s\n"
+                "    -> reset the GPU (nvidia-smi --gpu-reset) or reboot, then deploy again" % held()
+            )
+        say("GPU memory is in use, and nvidia-smi names no process: %s" % ", ".join(used()))
 
 
-def gpu_processes():
-    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader,nounits"]
+GPU_IDLE_MIB = 1024
+
+
+def nvidia_smi(query):
+    """The rows that nvidia-smi answers, or None where it is not or does not answer."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [int(row) for row in done.stdout.decode().split() if row.isdigit()]
+        return None
+    return [row for row in done.stdout.decode().splitlines() if row.strip()] if done.returncode == 0 else None
 
 
 def start():
     """Start the server of REQUEST under its manager, and record which process it is."""
+    until(lambda: not port_holder(REQUEST["port"]), 5)
     holder = port_holder(REQUEST["port"])
     if holder:
         raise Failed(
             "port %d is held by pid %s (%s): end it, or set another port"
             % (REQUEST["port"], holder["pid"], holder["command"])
         )
-    remove(FAILURE)
-    manager = MANAGERS[REQUEST["manager"]]()
-    offset = os.path.getsize(REQUEST["log"]) if os.path.exists(REQUEST["log"]) else 0
-    manager.start()
+    retire()
+    manager, offset = declared(), log_size()
+    try:
+        manager.start()
+    except (OSError, xmlrpc.client.Error, http.client.HTTPException) as error:
+        raise Failed("its supervisor cannot start it: %s" % getattr(error, "faultString", error)) from None
     until(lambda: (manager.seen() or {"pid": 0})["pid"] or (manager.seen() or {"ended": 0})["ended"], 15)
     seen = manager.seen()
-    record = identity(seen["pid"], REQUEST["manager"], seen["cgroup"]) if seen and seen["pid"] else None
-    record = record or {"pid": None, "pgid": -1, "started_ticks": 0, "boot_id": boot_id(), "cgroup": None}
-    record.update(
-        started_at=now(), tier=REQUEST["tier"], script=REQUEST["script"], log=REQUEST["log"], log_offset=offset,
-        runs_on=REQUEST["runs_on"],
-    )  # fmt: skip
-    write_json(RECORD, record)
+    record = identity(seen) or {"pid": None, "pgid": -1, "started_ticks": 0, "boot_id": boot_id(), "cgroup": None}
+    write_record(record, offset, REQUEST["runs_on"])
     if record["pid"] is None:
         raise Failed("it ended at once (%s)" % (seen["status"] if seen else "its supervisor does not know it"))
     say("started tier %s: pid %d, log %s" % (REQUEST["tier"], record["pid"], REQUEST["log"]))
+
+
+def write_record(record, offset, runs_on):
+    record.update(
+        started_at=now(), tier=REQUEST["tier"], script=REQUEST["script"], log=REQUEST["log"], log_offset=offset,
+        runs_on=runs_on,
+    )  # fmt: skip
+    write_json(RECORD, record)
+
+
+# What the launch script says in the log before it starts the engine.
+STARTS = re.compile(rb"^\[gpuwright\] \S+ tier \S+ starts$", re.M)
+
+
+def adopt():
+    """Take the server that its manager has started again by itself, after a crash or a reboot, for the recorded one."""
+    old, found = read_json(RECORD) or {}, identity(declared().seen())
+    if found is None:
+        raise Failed("it is not running any more")
+    offset = 0
+    if os.path.exists(REQUEST["log"]):
+        with open(REQUEST["log"], "rb") as handle:
+            offset = max([0, *(start.start() for start in STARTS.finditer(handle.read()))])
+    write_record(found, offset, old.get("runs_on"))
+    say("taking over pid %d, which its supervisor has started" % found["pid"])
+
+
+def log_size():
+    return os.path.getsize(REQUEST["log"]) if os.path.exists(REQUEST["log"]) else 0
 
 
 class Log:
@@ -307,7 +391,7 @@ def wait():
     record = read_json(RECORD)
     if record is None:
         fail("there is no record of a started server (%s)" % RECORD)
-    manager = MANAGERS[REQUEST["manager"]]()
+    manager = declared()
     begin, log, known = time.time(), Log(REQUEST["log"], record["log_offset"]), {}
     progress = Progress(begin)
     while True:
@@ -341,7 +425,7 @@ def wait():
             )
         )
     record["ready_at"] = now()
-    write_json(READY, started_from(record))
+    write_json(READY, started_from(record), mode=0o600)
     write_json(RECORD, record)
     remove(PREVIOUS)
     say("ready after %d s: pid %d answers on port %d" % (time.time() - begin, record["pid"], REQUEST["port"]))
@@ -374,17 +458,16 @@ def trouble(record, manager, text, known):
 def started_from(record):
     """Everything needed to start this server again: its files as they are now, and this request."""
     files = []
-    for path in REQUEST["files"]:
+    for path in filter(os.path.exists, REQUEST["files"]):  # there are secrets only where some are declared
         with open(path, encoding="utf-8") as handle:
             files.append({"path": path, "text": handle.read(), "mode": os.stat(path).st_mode & 0o777})
-    request = {key: value for key, value in REQUEST.items() if key != "actions"}
+    request = {key: value for key, value in REQUEST.items() if key not in ("actions", "attempt")}
     return {"tier": record["tier"], "request": request, "files": files}
 
 
 def roll_back():
     """Start the server again that was ready before the one that failed, from the very files it was started from."""
-    previous, failure = read_json(PREVIOUS), read_json(FAILURE) or {}
-    failed = REQUEST["tier"]
+    previous, failed = read_json(PREVIOUS), REQUEST["tier"]
     if previous is None:
         say("no server was ready before it, so there is none to go back to")
         return
@@ -399,36 +482,44 @@ def roll_back():
         start()
         wait()
     except Failed as error:
-        stop(patience=5)
-        write_json(FAILURE, failure)
-        fail("tier %s did not come up, and neither did tier %s after it: %s" % (failed, previous["tier"], error))
-    write_json(FAILURE, dict(failure, rolled_back_to=previous["tier"]))
+        say("tier %s did not come up, and neither did tier %s after it: %s" % (failed, previous["tier"], error))
+        give_up()
     say("tier %s did not come up; tier %s serves again" % (failed, previous["tier"]))
 
 
+def give_up():
+    """End what was started, keep it from starting at boot, and end this script as failed."""
+    stop(patience=5)
+    declared().keep_down()
+    sys.exit(1)
+
+
 def shut_down():
-    """End the supervisors themselves, and forget what could be gone back to."""
+    """Keep the supervisors from starting the server again, and forget what could be gone back to."""
     for manager in managers():
         manager.shut_down()
     remove(READY, PREVIOUS, FAILURE)
 
 
 def main():
-    actions = {"stop": stop, "start": start, "wait": wait, "roll_back": roll_back, "shut_down": shut_down}
+    actions = {
+        "stop": stop, "start": start, "adopt": adopt, "wait": wait, "retire": retire, "roll_back": roll_back,
+        "shut_down": shut_down,
+    }  # fmt: skip
+    if REQUEST["actions"] != ["roll_back"]:
+        remove(FAILURE)
     try:
         for action in REQUEST["actions"]:
             actions[action]()
     except Failed as error:
         record = read_json(RECORD) or {}
-        stop(patience=5)
-        write_json(
-            FAILURE,
-            {
-                "tier": REQUEST["tier"], "why": str(error), "log": REQUEST["log"], "at": now(),
-                "log_offset": record.get("log_offset", 0),
-            },
-        )  # fmt: skip
-        fail("tier %s did not come up: %s" % (REQUEST["tier"], error))
+        failure = {
+            "attempt": REQUEST["attempt"], "tier": REQUEST["tier"], "why": str(error), "at": now(),
+            "log": REQUEST["log"], "log_offset": record.get("log_offset", log_size()),
+        }  # fmt: skip
+        write_json(FAILURE, failure)  # before anything else, which may fail too
+        say("tier %s did not come up: %s" % (REQUEST["tier"], error))
+        give_up()
 
 
 main()

@@ -229,10 +229,15 @@ def test_configure_under_systemd_replaces_supervisor(collect: Collect) -> None:
     spec = lab_spec(supervisor="systemd")
     (command,) = collect(service.configure, spec, SETTLED)
     request = request_of(command, "write_files")
-    assert [row["path"] for row in request["files"]] == [
-        "/etc/systemd/system/sglang-server.service", "/etc/logrotate.d/sglang-server",
-    ]  # fmt: skip
-    assert request["remove"] == [f"{ROOT}/run/supervisord.conf"]
+    assert [row["path"] for row in request["files"]] == [file.path for file in spec.systemd_files]
+    assert request["remove"] == [], "what is left of supervisor goes when its server has been stopped"
+
+
+@pytest.mark.parametrize("owner", ["", "/srv/other"])
+def test_a_unit_of_someone_else_is_never_overwritten(owner: str, collect: Collect) -> None:
+    spec = lab_spec(supervisor="systemd", stages=["service"])
+    (command,) = collect(service.configure, spec, SETTLED.model_copy(update={"unit_owner": owner}))
+    assert isinstance(command, NodeCommand) and command.line.endswith("exit 1")
 
 
 def test_run_tier(collect: Collect) -> None:
@@ -243,7 +248,8 @@ def test_run_tier(collect: Collect) -> None:
     assert request["actions"] == ["stop", "start", "wait"] and request["runs_on"] == runs_on(LAB, EMPTY)
     assert request["log"] == f"{ROOT}/logs/sglang-server-baseline.log"
     assert request["seen"] == ["Using KV cache dtype: torch.bfloat16"] and request["deadline_s"] == 300
-    assert request["files"] == [LAB.active_script.path, LAB.supervisor_conf.path]
+    secret = [f"{ROOT}/run/secrets.yaml", f"{ROOT}/run/secrets.env"]
+    assert request["files"] == [LAB.active_script.path, LAB.supervisor_conf.path, *secret]
 
 
 def test_prune_caches(collect: Collect) -> None:
@@ -315,7 +321,8 @@ class Node:
     def run_shell_command(self, command: Any, **arguments: Any) -> tuple[bool, Any]:
         self.ran.append(json.loads(json.loads(arguments["_stdin"].splitlines()[1][len("REQUEST = json.loads(") : -1])))
         succeeded, stdout = self.answers.pop(0)
-        return succeeded, type("Output", (), {"stdout": stdout})
+        stdout = stdout.replace("ATTEMPT", self.ran[0]["attempt"])
+        return succeeded, type("Output", (), {"stdout": "a login shell that greets\n" + stdout})
 
     def log(self, text: str, how: Any) -> None:
         self.told.append(text)
@@ -334,15 +341,17 @@ def test_a_tier_that_comes_up_is_one_command() -> None:
 
 def test_a_tier_that_does_not_come_up_is_diagnosed_and_the_one_before_it_started_again() -> None:
     log = "- ImportError: libnuma.so.1: cannot open shared object file: No such file or directory\n"
-    failure = {"failure": {"tier": "baseline", "why": "it ended", "log": "/logs/x.log"}, "text": log}
+    why = {"attempt": "ATTEMPT", "tier": "baseline", "why": "it ended", "log": "/logs/x.log"}
+    failure = {"failure": why, "text": log}
     came_up, host = served((False, ""), (True, json.dumps(failure)), (True, ""))
     assert not came_up
     assert [request.get("actions") for request in host.ran] == [["stop", "start", "wait"], None, ["roll_back"]]
     assert "libnuma-missing" in host.told[0] and "/logs/x.log" in host.told[-1]
 
 
-def test_a_failure_before_any_start_is_not_diagnosed() -> None:
-    came_up, host = served((False, ""), (True, json.dumps({"failure": None, "text": ""})))
+@pytest.mark.parametrize("left", [None, {"attempt": "of another deploy", "tier": "x", "why": "y", "log": "z"}])
+def test_a_failure_before_any_start_is_not_diagnosed(left: Any) -> None:
+    came_up, host = served((False, ""), (True, json.dumps({"failure": left, "text": ""})))
     assert not came_up and len(host.ran) == 2 and host.told == []
 
 

@@ -36,7 +36,7 @@ def test_a_tier_inherits_what_it_extends_and_wins_over_it() -> None:
     }  # fmt: skip
     two = {"name": "two", "args": {"a": 1}, "needs": {"patches": ["p", "q"], "world_sizes": [8, 16]}}
     both = {"name": "both", "extends": ["one", "two"], "args": {"b": 2}, "took_effect": {"seen": ["s2"]}}
-    found, errors = ladder(one, two, both)
+    found, errors = ladder(one, two, both, args={"c": 0})
     tier = found.tiers[-1]
     assert errors == []
     assert tier.args == {"a": 1, "b": 2} and tier.env == {"E": "1"} and tier.without == ["c"]
@@ -47,10 +47,36 @@ def test_a_tier_inherits_what_it_extends_and_wins_over_it() -> None:
 def test_a_tier_can_leave_out_what_it_inherits() -> None:
     found, _ = ladder(
         {"name": "one", "args": {"a": 1}, "env": {"E": "1"}},
-        {"name": "two", "extends": ["one"], "without": ["a", "E"]},
-        args={"a": 0}, env={"E": "0", "F": "0"},
+        {"name": "two", "extends": ["one"], "without": ["a", "E", "b"]},
+        args={"b": 0}, env={"F": "0"},
     )  # fmt: skip
     assert found.merged_args(found.tiers[1]) == {} and found.merged_env(found.tiers[1]) == {"F": "0"}
+    _, errors = ladder({"name": "one", "without": ["a"]}, args={"b": 1})
+    assert len(errors) == 1 and '"a" is neither an argument nor a variable of the ladder' in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "said"),
+    [
+        ({"args": {"a": 1}}, {"without": ["a"]}, "a is left out by two and set by another"),
+        ({"needs": {"world_sizes": [4]}}, {"needs": {"world_sizes": [8]}}, "no number of GPUs suits all of one, two"),
+        ({"needs": {"model_tensor": "a."}}, {"needs": {"model_tensor": "b."}}, "need different checkpoints (a., b.)"),
+    ],
+)
+def test_parents_that_cannot_go_together_are_named(one: dict[str, Any], two: dict[str, Any], said: str) -> None:
+    rows = [{"name": "one"} | one, {"name": "two"} | two, {"name": "x", "extends": ["one", "two"]}]
+    _, errors = ladder(*rows, args={"a": 0})
+    assert len(errors) == 1 and said in errors[0]
+
+
+def test_what_a_part_fails_on_the_whole_fails_on() -> None:
+    seen = [{"seen": "2026-02-12", "what": "it crashed", "versions": {"sglang": "0.5.9"}, "patch_set": "none"}]
+    rows = [{"name": "one", "status": "blocked", "evidence": seen}, {"name": "two"}]
+    found, _ = ladder(*rows, {"name": "x", "extends": ["one", "two"]})
+    assert found.tiers[2].status == "blocked" and found.tiers[2].evidence == found.tiers[0].evidence
+    own = [{**seen[0], "what": "it works", "patch_set": "f" * 16}]
+    found, _ = ladder(*rows, {"name": "x", "extends": ["one"], "status": "works", "evidence": own})
+    assert found.tiers[2].status == "works" and found.tiers[2].evidence[0].what == "it works"
 
 
 def test_two_that_disagree_must_be_settled() -> None:

@@ -66,7 +66,6 @@ def with_record(**fields: object) -> NodeState:
     return with_server(record=SETTLED.server.record | fields)
 
 
-UNIT = SeenFile(sha256="0" * 64, size=1, mode=0o644)
 ORPHAN = SeenProcess(pid=77, command="sglang::scheduler_TP0")
 PATCHED = LAB.patches[0]
 PRISTINE = SeenFile(sha256=PATCHED.pre_sha256, size=1, mode=0o644)
@@ -130,10 +129,8 @@ DIFFERENCES: dict[str, tuple[NodeState, list[str]]] = {
     "a process of an earlier server is left": (with_server(orphans=[ORPHAN]), [p.SERVER]),
     "the server is kept by another supervisor": (with_server(manager="systemd"), [p.SERVER]),
     "the unit of another supervisor is left": (
-        SETTLED.model_copy(
-            update={"files": SETTLED.files | {LAB.systemd_files[0].path: UNIT}, "unit_owner": LAB.paths.root}
-        ),
-        [p.CONFIGURE],
+        with_server(units=["sglang-server"]),
+        [p.SERVER],
     ),
     "the server is still loading": (with_record(ready_at=None), [p.SERVER]),
     "the server was started on other content": (with_record(runs_on={"runtime": "x"}), [p.SERVER]),
@@ -165,7 +162,10 @@ def test_what_the_server_must_do() -> None:
     assert server_actions(LAB, with_record(ready_at=None)) == ["wait"]
     assert server_actions(LAB, with_record(runs_on={})) == ["stop", "start", "wait"]
     assert server_actions(LAB, with_server(health=None)) == ["stop", "start", "wait"]
-    assert server_actions(LAB, with_server(pid=200)) == ["stop", "start", "wait"]
+    assert server_actions(LAB, with_server(pid=200)) == ["adopt", "wait"], "its supervisor has started it again"
+    assert server_actions(LAB, with_server(pid=200, record=None)) == ["stop", "start", "wait"]
+    assert server_actions(LAB, with_server(units=["old"])) == ["retire"]
+    assert server_actions(LAB, with_server(units=["old"], pid=200)) == ["retire", "adopt", "wait"]
     assert server_actions(LAB, with_server(pid=None)) == ["stop", "start", "wait"]
 
 
@@ -196,7 +196,8 @@ def test_systemd_keeps_the_server_where_it_is_there(said: str, systemd: bool, ui
     assert p.manager(spec, state) == expected
     paths = [change.what for change in plan(spec, state).of(p.CONFIGURE)]
     if expected == "systemd":
-        assert paths == ["/etc/systemd/system/sglang-server.service", "/etc/logrotate.d/sglang-server"]
+        assert paths == [file.path for file in spec.systemd_files]
+        assert paths[:2] == ["/etc/systemd/system/sglang-server.service", "/etc/logrotate.d/sglang-server"]
     else:
         assert paths == [f"{spec.paths.run}/supervisord.conf"]
 

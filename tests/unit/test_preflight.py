@@ -13,6 +13,7 @@ from gpuwright.state import SeenPort
 from tests.make import GIB, STOPPED, empty_state, gpu_spec, lab_spec, settled_state
 
 LAB = lab_spec()
+COMMANDS = empty_state(LAB).commands
 
 
 def said(installed: bool = False, **changed: Any) -> str:
@@ -29,8 +30,12 @@ def test_a_good_host_has_no_problem() -> None:
         ({"python": "3.8.10"}, "python3: expected 3.9 or later; found 3.8.10"),
         ({"machine": "aarch64"}, "machine: expected x86_64; found aarch64"),
         ({"ensurepip": False}, "-> install python3-venv"),
-        ({"commands": {"cc": None, "flock": "/usr/bin/flock", "bash": "/bin/bash"}}, "cc: expected on PATH; found not"),
-        ({"commands": {"cc": "/usr/bin/cc", "flock": None, "bash": "/bin/bash"}}, "-> install util-linux"),
+        ({"commands": COMMANDS | {"cc": None}}, "cc: expected on PATH; found not"),
+        (
+            {"commands": COMMANDS | {"c++": None}},
+            "c++: expected on PATH; found not found\n    -> install a C++ compiler",
+        ),
+        ({"commands": COMMANDS | {"flock": None}}, "-> install util-linux"),
         ({"interpreter": None}, "Python 3.12 for the venv: expected python3.12 on PATH; found not found"),
         ({"root_writable": False}, "root: expected /opt/gpuwright can be made by this user; found permission denied"),
         ({"disk_free_bytes": 14.9 * GIB}, "free disk: expected 15 GiB at /opt/gpuwright; found 14.9 GiB"),
@@ -80,9 +85,10 @@ def test_a_root_too_long_for_a_unix_socket_is_refused_first() -> None:
     [
         ({"systemd": False}, "systemd: expected PID 1; found another"),
         ({"uid": 1000}, "root, to write a systemd unit; found uid 1000"),
-        ({"commands": {"bash": "x", "cc": "x", "flock": "x", "logrotate": None}}, "install logrotate"),
-        ({"unit_owner": ""}, "sglang-server.service is not of gpuwright"),
-        ({"unit_owner": "/srv/other"}, "sglang-server.service is of gpuwright's root /srv/other"),
+        ({"commands": COMMANDS | {"logrotate": None}}, "install logrotate"),
+        ({"unit_owner": ""}, "unit sglang-server: expected none, or of /opt/gpuwright; found one that is not of"),
+        ({"unit_owner": "/srv/other"}, "one that is of gpuwright's root /srv/other"),
+        ({"logrotate_owner": ""}, "one that is not of gpuwright"),
     ],
 )
 def test_what_systemd_needs(seen: dict[str, Any], expected: str) -> None:
