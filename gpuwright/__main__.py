@@ -179,8 +179,7 @@ def flags(stacks: list[Stack]) -> None:
             command = [str(_uv()), "pip", "install", "--quiet", "--no-deps", "--target", folder, pin]
             if subprocess.run(command).returncode:
                 raise GpuwrightError(f"{pin} could not be fetched from the package index")
-            source = Path(folder) / stack.engine / "srt" / "server_args.py"
-            text = dump_flags(stack.engine, stack.engine_version, read_flags(source.read_text(encoding="utf-8")))
+            text = dump_flags(stack.engine, stack.engine_version, read_flags(Path(folder) / stack.engine))
         flags_path(stack).write_text(text, encoding="utf-8")
         print(f"wrote {shown(flags_path(stack))}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -83,58 +83,104 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """What a log says. `cause` is the answer; `others` were matched too; `exception` is the innermost one."""
+class Raised:
+    """An exception: the first of its chain ("Type: message"), the 1-based lines of the whole chain, and whether SGLang
+    itself calls it the end of a process.
+    """
 
+    message: str
+    begin: int
+    end: int
+    fatal: bool
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a log says of its last start that crashed, or of its last.
+
+    `verdict`: `known`; `unknown` (it crashed, and no signature says why); `none` (no sign of a crash). `cause` is the
+    answer of a known one, else the most telling line; `others` were matched too. `exception` is the innermost one.
+    `earlier`: it is not the last start in the log that is spoken of.
+    """
+
+    verdict: Literal["known", "unknown", "none"]
     cause: Match | None
     others: tuple[Match, ...]
     exception: str
     tail: tuple[str, ...]
-
-    @property
-    def verdict(self) -> str:
-        """`known`, `unknown` (it crashed, and no signature says why) or `none` (no sign of a crash)."""
-        if self.cause and self.cause.signature.kind == "cause":
-            return "known"
-        crashed = self.exception or (self.cause and self.cause.signature.kind in ("wrapper", "echo"))
-        return "unknown" if crashed else "none"
+    earlier: bool = False
 
 
-# What a launch script of ours says in the log before it starts the engine.
+# What a launch script of ours says in the log before it starts the engine; of other logs, what the engine says first.
 START = re.compile(r"^\[gpuwright\] \S+ tier \S+ starts$")
+ENGINE_START = re.compile(r"\bserver_args=ServerArgs\(")
+# A server that logs this after an error has lived through it.
+ALIVE = re.compile(r"The server is fired up|\] (Decode|Prefill) batch[,. ]")
+RANKS = {"cause": 0, "wrapper": 1, "echo": 2, "notice": 3}
 
 
 def diagnose(log: str, signatures: Signatures) -> Diagnosis:
-    """The deepest cause a log names: of its last start that shows a crash, where launch scripts of ours began several.
+    """The deepest cause a log names, of its last start that shows a crash.
 
     What is matched first in time lies deepest: an exception chain prints its origin first, and what one process ends
-    with, the others report after it. Wrappers and notices never win over a cause.
+    with, the others report after it. Wrappers and notices never win over a cause; nor does what a server lived
+    through, nor what was only logged after an exception that no signature knows had ended a process.
     """
     lines = log.splitlines()
-    starts = [0, *(number for number, line in enumerate(lines) if START.match(line))]
+    marks = [number for number, line in enumerate(lines) if START.match(line)]
+    marks = marks or [number for number, line in enumerate(lines) if ENGINE_START.search(line)]
+    starts = [0, *(mark for mark in marks if mark)]
     last = _diagnose(lines, starts[-1], signatures)
+    if last.verdict != "none":
+        return last
     for begin, end in zip(reversed(starts[:-1]), reversed(starts[1:]), strict=True):
-        if last.verdict != "none":
-            return last
         earlier = _diagnose(lines[:end], begin, signatures)
-        last = earlier if earlier.verdict != "none" else last
+        if earlier.verdict != "none":
+            return replace(earlier, earlier=True)
     return last
 
 
 def _diagnose(lines: list[str], begin: int, signatures: Signatures) -> Diagnosis:
     ignored = _any(signatures.ignore)
+    matches = sorted(_matches(lines, begin, signatures, ignored), key=lambda m: (RANKS[m.signature.kind], m.number))
+    chains = [chain for chain in raised(lines) if chain.begin > begin and not ignored(chain.message)]
+    alive = max((number for number, line in enumerate(lines[begin:], begin + 1) if ALIVE.search(line)), default=begin)
+    tail = tuple(line[:300] for line in lines[begin:] if line.strip())[-TAIL:]
+
+    def answer(verdict: Literal["known", "unknown", "none"], cause: Match | None, exception: str = "") -> Diagnosis:
+        return Diagnosis(verdict, cause, tuple(m for m in matches if m is not cause), exception, tail)
+
+    ends = [m for m in matches if m.signature.kind != "notice" and m.number > alive]
+    chains = [chain for chain in chains if chain.end > alive]
+    if not ends and not chains:
+        return answer("none", matches[0] if matches else None)
+    fatal = next((chain for chain in chains if chain.fatal), None)
+    exception = fatal or (chains[-1] if chains else None)
+    causes = [m for m in ends if m.signature.kind == "cause"]
+    if fatal and causes and causes[0].number > fatal.end:
+        causes = []  # what followed an exception that ended a process is not its cause
+    if not causes and not exception:
+        causes = [m for m in matches if m.signature.kind == "cause"]  # what it lived through for a moment
+    message = exception.message if exception else ""
+    if causes:
+        return answer("known", causes[0], message)
+    return answer("unknown", next((m for m in ends if m.signature.kind != "cause"), None), message)
+
+
+def _matches(lines: list[str], begin: int, signatures: Signatures, ignored: Callable[[str], bool]) -> Iterable[Match]:
+    """Each signature's first line, and its first one after every sign of life."""
     patterns = [(each, re.compile(each.pattern)) for each in signatures.signatures]
     found: dict[str, Match] = {}
     for number, line in enumerate(lines[begin:], begin + 1):
         if not line.strip() or ignored(line):
             continue
+        if ALIVE.search(line):
+            yield from found.values()
+            found = {}
         for signature, pattern in patterns:
             if signature.id not in found and pattern.search(line):
                 found[signature.id] = Match(signature, number, line.strip()[:400])
-    ranks = {"cause": 0, "wrapper": 1, "echo": 2, "notice": 3}
-    ordered = sorted(found.values(), key=lambda match: (ranks[match.signature.kind], match.number))
-    answer = ordered[0] if ordered else None
-    return Diagnosis(answer, tuple(ordered[1:]), innermost(lines[begin:], ignored), tuple(_tail(lines[begin:])))
+    yield from found.values()
 
 
 def _any(patterns: Iterable[str]) -> Callable[[str], bool]:
@@ -142,58 +188,59 @@ def _any(patterns: Iterable[str]) -> Callable[[str], bool]:
     return lambda line: any(pattern.search(line) for pattern in compiled)
 
 
-def _tail(lines: list[str]) -> list[str]:
-    return [line[:300] for line in lines if line.strip()][-TAIL:]
-
-
-_START = re.compile(r"^(?P<prefix>.*?)Traceback \(most recent call last\):")
-_ENDS = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Unsupported|Interrupt|Exit|Warning|Full|Empty)?(: .*)?$")
+_TRACEBACK = re.compile(r"^(?P<prefix>.*?)Traceback \(most recent call last\):")
+_ENDS = re.compile(r"^[A-Za-z_][\w.]*(: .*)?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
-def innermost(lines: list[str], ignored: Callable[[str], bool] = lambda line: False) -> str:
-    """The exception that a crash began with: the first of the chain in the traceback that SGLang calls fatal ("hit an
-    exception"), else of the last chain; "" when there is none.
-    """
-    chains: list[tuple[bool, str]] = []
+def raised(lines: list[str]) -> list[Raised]:
+    """Every exception whose traceback a log prints, a chain of them as one: by its first, which is the innermost."""
+    chains: list[Raised] = []
     index, chained = 0, False
     while index < len(lines):
-        start = _START.match(lines[index])
+        start = _TRACEBACK.match(lines[index])
         if not start:
             chained = chained or any(text in lines[index] for text in _CHAINED)
             index += 1
             continue
-        fatal = "hit an exception" in start["prefix"]
+        begin, fatal = index + 1, "hit an exception" in start["prefix"]
         message, index = _message(lines, index + 1)
-        if message and not ignored(message):
-            if chained and chains:
-                chains[-1] = (chains[-1][0] or fatal, chains[-1][1])  # the chain's first exception stays its answer
-            else:
-                chains.append((fatal, message))
+        if message and chained and chains:
+            chains[-1] = replace(chains[-1], end=index, fatal=chains[-1].fatal or fatal)
+        elif message:
+            chains.append(Raised(message, begin, index, fatal))
         chained = False
-    fatal_ones = [message for fatal, message in chains if fatal]
-    return (fatal_ones or [message for _, message in chains[-1:]] or [""])[0]
+    return chains
+
+
+_RECORD = re.compile(r"^\[(\d{4}-|rank|gpuwright)")
 
 
 def _message(lines: list[str], index: int) -> tuple[str, int]:
-    """The `Type: message` line that ends the traceback whose frames begin at `index`, and the index after it."""
+    """The `Type: message` line that ends the traceback whose frames begin at `index`, and the index after the message,
+    which can have many lines.
+    """
+    while index < len(lines) and (not lines[index] or lines[index][0].isspace()):
+        index += 1
+    if index == len(lines) or not _ENDS.match(lines[index]):  # the traceback was cut off by another record
+        return "", index
+    message = lines[index].strip()[:400]
+    index += 1
     while index < len(lines):
         line = lines[index]
-        if line and not line[0].isspace() and not line.startswith(("Traceback", "[")):
-            return (line.strip()[:400] if _ENDS.match(line) else ""), index + 1
-        if line.startswith("["):
-            return "", index
+        if _RECORD.match(line) or _TRACEBACK.match(line) or any(text in line for text in _CHAINED):
+            break
         index += 1
-    return "", index
+    return message, index
 
 
-def report(found: Diagnosis, log: str, *, tail: bool = True) -> str:
+def report(found: Diagnosis, log: str) -> str:
     """A diagnosis as text. `log` is where the whole log is."""
-    lines = []
+    lines = ["the last start in this log shows no crash; of the last one that does:"] if found.earlier else []
     if found.verdict == "known":
         assert found.cause is not None
         signature = found.cause.signature
-        lines = [
+        lines += [
             f"cause: {signature.cause}  [{signature.id}]",
             f"  seen in line {found.cause.number}: {found.cause.line}",
             f"  -> {signature.remedy}",
@@ -201,20 +248,22 @@ def report(found: Diagnosis, log: str, *, tail: bool = True) -> str:
         ]
         if signature.prevented_by:
             lines.append(f"  gpuwright keeps it from happening by: {', '.join(signature.prevented_by)}")
-        also = [match.signature.id for match in found.others if match.signature.kind == "cause"]
-        if also:
-            lines.append(f"  seen after it: {', '.join(also)}")
+        if found.exception and found.exception not in found.cause.line:
+            lines.append(f"  innermost exception: {found.exception}")
     elif found.verdict == "unknown":
-        lines = ["cause: not known to catalog/signatures.yaml"]
+        lines.append("cause: not known to catalog/signatures.yaml")
         if found.cause:
-            lines.append(f"  line {found.cause.number} only wraps the cause: {found.cause.line}")
+            lines.append(f"  line {found.cause.number} only tells of it: {found.cause.line}")
         lines.append(f"  innermost exception: {found.exception or 'none was logged'}")
     else:
-        lines = ["no sign of a crash"]
+        lines.append("no sign of a crash")
         if found.cause:
             lines.append(f"  but line {found.cause.number}: {found.cause.line}")
             lines.append(f"  {found.cause.signature.cause} -> {found.cause.signature.remedy}")
-    if found.verdict == "unknown" and tail:
+    also = dict.fromkeys(match.signature.id for match in found.others if match.signature.kind == "cause")
+    if also and found.verdict != "none":
+        lines.append(f"  also seen: {', '.join(also)}")
+    if found.verdict == "unknown":
         lines += [f"  the last {len(found.tail)} lines:", *(f"    {line}" for line in found.tail)]
     return "\n".join([*lines, f"  the whole log: {log}"])
 
@@ -227,6 +276,7 @@ def as_json(found: Diagnosis, log: str) -> dict[str, Any]:
 
     return {
         "verdict": found.verdict,
+        "earlier": found.earlier,
         "cause": match(found.cause) if found.cause else None,
         "others": [match(one) for one in found.others],
         "innermost_exception": found.exception,

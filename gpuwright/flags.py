@@ -19,18 +19,23 @@ ArgValue = bool | int | float | str | list[Any]
 
 @dataclass(frozen=True)
 class Flag:
-    """One `parser.add_argument(...)`: `type` is str, int, float or json; a switch takes no value."""
+    """One `parser.add_argument(...)`: `type` is str, int, float or json; a switch takes no value.
+
+    `same_as`: the name to use, where this is another name of the same.
+    """
 
     name: str
     type: str = "str"
     switch: bool = False
     many: bool = False
     choices: tuple[str, ...] = ()
+    same_as: str = ""
+    deprecated: bool = False
 
 
-def read_flags(source: str) -> dict[str, Flag]:
-    """Every `--flag` that `source` (the text of sglang/srt/server_args.py) defines, by each of its names."""
-    return {name: _flag(row) for name, row in node_module("engine_flags").read_flags(source).items()}
+def read_flags(package: Path) -> dict[str, Flag]:
+    """Every `--flag` of the engine in the folder `package` (…/site-packages/sglang), by each of its names."""
+    return {name: _flag(row) for name, row in node_module("engine_flags").engine_flags(str(package)).items()}
 
 
 def _flag(row: dict[str, Any]) -> Flag:
@@ -41,9 +46,9 @@ def installed_proof(engine: str, flags: Mapping[str, Flag], recorded: str) -> st
     """Code that ends with exit code 0 in a venv whose engine defines exactly `flags`; `recorded` names their file."""
     rows = json.dumps({name: asdict(flag) for name, flag in flags.items()})
     return f"""{READER.read_text(encoding="utf-8")}
-import importlib.util, json, pathlib, sys
-source = pathlib.Path(importlib.util.find_spec({engine!r}).submodule_search_locations[0], "srt", "server_args.py")
-found, recorded = read_flags(source.read_text(encoding="utf-8")), json.loads({rows!r})
+import importlib.util, json, sys
+source = importlib.util.find_spec({engine!r}).submodule_search_locations[0]
+found, recorded = engine_flags(source), json.loads({rows!r})
 differ = sorted(name for name in found.keys() | recorded.keys() if found.get(name) != recorded.get(name))
 if differ:
     sys.exit("%s defines other arguments than {recorded}: --%s\\n    -> make flags, if the installed engine is the "
@@ -68,6 +73,10 @@ def problem_with(flags: Mapping[str, Flag], name: str, value: ArgValue) -> tuple
     flag = flags.get(name)
     if flag is None:
         return "the pinned engine has no such flag", nearest(name, flags)
+    if flag.same_as:
+        return "is another name", f"write {flag.same_as}: rules and tiers know an argument by one name"
+    if flag.deprecated:
+        return "is deprecated in the pinned engine, and changes nothing", ""
     if flag.switch:
         if value is not True:
             return f"is a switch: write `{name}: true`, or leave it out; found {value!r}", ""
@@ -75,6 +84,8 @@ def problem_with(flags: Mapping[str, Flag], name: str, value: ArgValue) -> tuple
     if isinstance(value, list) != flag.many:
         wanted = "a list" if flag.many else f"one value ({_word(flag.type)})"
         return f"expects {wanted}; found {value!r}", ""
+    if value == []:
+        return "expects at least one value", "leave it out instead"
     for item in value if isinstance(value, list) else [value]:
         if not _fits(flag.type, item):
             hint = "quote it, if the text is meant" if flag.type == "str" and not isinstance(item, bool) else ""

@@ -24,8 +24,8 @@ from gpuwright.ladder import COMPILER_FLAGS, Ladder, Standing, Tier, standing
 from gpuwright.lockfile import TOOLS_LOCK, Lock, lock_path, read_lock
 from gpuwright.yamlfile import shown
 
-# The patch without which the engine writes its API keys into its log.
-KEYS_PATCH = "sglang-keys-out-of-the-log"
+# Without them the engine writes its API keys into its log, and tells them to whoever asks for its arguments.
+KEYS_PATCHES = ("sglang-keys-out-of-the-log", "sglang-keys-out-of-server-info")
 
 
 def digest(value: Any) -> str:
@@ -462,8 +462,8 @@ def build_spec(
             "leave `patches` at series, and the patch active" if not wanted else "make the patch active in series.yaml"
         )
         raise InputErrors([InputError(sources.place("patches" if not wanted else "tier"), "tier", problem, hint=hint)])
-    if set(values.secrets) & set(SECRET_ARGS) and KEYS_PATCH not in there:
-        problem = f"API keys need the patch {KEYS_PATCH}: without it the engine writes them into its log"
+    if set(values.secrets) & set(SECRET_ARGS) and not there.issuperset(KEYS_PATCHES):
+        problem = f"API keys need the patches {' and '.join(KEYS_PATCHES)}: without them the engine tells its keys"
         raise wrong("secrets", problem)
     spec = NodeSpec(
         host=host,

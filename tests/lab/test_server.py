@@ -22,11 +22,13 @@ from typing import Any
 
 import pytest
 
+from gpuwright import REPOSITORY
 from gpuwright import plan as p
 from gpuwright.hostdata import Sources
 from gpuwright.node import run_server
-from gpuwright.spec import Member, NodeSpec, build_spec
-from tests.lab.conftest import Lab, Run, alive, children, ok
+from gpuwright.spec import NodeSpec, build_spec
+from tests import sshd
+from tests.lab.conftest import PYINFRA, Lab, Run, alive, children, ok
 from tests.make import catalogue, group_data
 
 NO_SMOKE = ("--data", "smoke=never")
@@ -206,54 +208,84 @@ OPTForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[1])
 """
 
 
-@pytest.fixture
-def two_ranks(node: Lab, tmp_path: Path) -> Iterator[list[tuple[NodeSpec, subprocess.Popen[bytes], Path]]]:
-    """Both ranks of ladder lab-cpu-2, each from the launch script its node would get."""
+class Pair:
+    """Two hosts that serve one model together: this machine, and this machine over SSH with a root of its own."""
+
+    def __init__(self, roots: list[Path], ports: list[int], inventory: Path) -> None:
+        self.roots, self.ports, self.inventory = roots, ports, inventory
+
+    def deploy(self, *arguments: str, deploy: str = "deploy.py") -> Run:
+        done = subprocess.run(
+            [PYINFRA, self.inventory, deploy, "-y", "--json", *arguments],
+            cwd=REPOSITORY, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        return Run(done.returncode, done.stderr, json.loads(done.stdout) if done.stdout.strip() else None)
+
+    def pids(self) -> list[int]:
+        return [json.loads((root / "run" / "server.json").read_text())["pid"] for root in self.roots]
+
+    def log(self, rank: int) -> str:
+        return (self.roots[rank] / "logs" / "sglang-server-baseline.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def pair(node: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    reason = sshd.reason_to_skip()
+    if reason:
+        pytest.skip(reason)
     ok(node.deploy(deploy="stop.py"))
-    model = tmp_path / "model"
+    folder = tmp_path_factory.mktemp("pair")
+    model = folder / "model"
     python = [node.venv / "bin" / "python", "-c", OPT, model]
     subprocess.run(python, check=True, env={"LD_LIBRARY_PATH": str(node.root / "lib")}, capture_output=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(node.root / "model" / name, model)
-    pair = (Member("rank-0", "127.0.0.1"), Member("rank-1", "127.0.0.1"))
-    ports = [node.port, node.port + 1]
-    ranks = []
-    for number, member in enumerate(pair):
-        data = group_data("all", "lab") | {
-            "root": str(node.root), "port": ports[number], "ladder": "lab-cpu-2",
-            "cluster": {"group": "pair", "port": node.port + 2}, "model": {"kind": "folder", "path": str(model)},
-        }  # fmt: skip
-        spec = build_spec(member.name, data, catalogue(), Sources((), []), pair)
-        script, log = tmp_path / f"rank-{number}.sh", tmp_path / f"rank-{number}.log"
-        script.write_text(spec.active_script.text)
-        with log.open("wb") as handle:
-            started = subprocess.Popen(
-                ["/bin/bash", script], stdout=handle, stderr=handle, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        ranks.append((spec, started, log))
-    yield ranks
-    for _, started, _ in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
-        started.wait()
+    other = folder / "root"  # the stack of the first, in a root of its own
+    other.mkdir()
+    for name in ("venv", "tools", "lib"):
+        (other / name).symlink_to(node.root / name)
+    inventory = folder / "inventory" / "lab.py"
+    inventory.parent.mkdir()
+    roots, ports = [node.root, other], [node.port, node.port + 1]
+    common = {
+        "ladder": "lab-cpu-2", "cluster": {"group": "pair", "port": node.port + 2}, "smoke": "never",
+        "model": {"kind": "folder", "path": str(model)}, "cluster_address": "127.0.0.1",
+        "stages": ["system", "model", "launchers", "service"],
+    }  # fmt: skip
+    with sshd.running(folder) as server:
+        data = [common | {"root": str(root), "port": port} for root, port in zip(roots, ports, strict=True)]
+        hosts = [("@local", data[0]), ("127.0.0.1", data[1] | server.data())]
+        inventory.write_text(f"lab = pair = {hosts!r}\n")
+        found = Pair(roots, ports, inventory)
+        yield found
+        found.deploy(deploy="stop.py")
 
 
-def test_two_ranks_serve_one_model_together(two_ranks: list[tuple[NodeSpec, subprocess.Popen[bytes], Path]]) -> None:
-    def answers(spec: NodeSpec) -> bool:
-        try:
-            return get(spec.data.port, "/health", timeout=25)[0] == 200
-        except OSError:
-            return False
-
-    said = "\n".join(str(log) for _, _, log in two_ranks)
-    for spec, started, log in two_ranks:
-        ready = within(180, lambda spec=spec, started=started: answers(spec) or started.poll() is not None)
-        assert ready and started.poll() is None, f"{said}\n{log.read_text()[-3000:]}"
-    first = two_ranks[0][0]
+def test_two_hosts_serve_one_model_together(pair: Pair) -> None:
+    run = ok(pair.deploy())
+    assert p.SERVER in run.changed
     asked = {"text": "one", "sampling_params": {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}}
-    status, text = get(first.data.port, "/generate", asked)
+    status, text = get(pair.ports[0], "/generate", asked)
     assert status == 200 and len(json.loads(text)["output_ids"]) == 12
-    for number, (spec, _, log) in enumerate(two_ranks):
-        assert f"TP{number}] Load weight end" in log.read_text()
-        for pattern in spec.ladder.took_effect.seen if not spec.rank else []:
-            assert pattern in log.read_text()
+    for rank in (0, 1):
+        assert f"TP{rank}] Load weight end" in pair.log(rank)
+    assert "Using KV cache dtype: torch.bfloat16" in pair.log(0)
+    assert ok(pair.deploy()).changed == []
+
+
+def test_what_restarts_one_rank_restarts_all(pair: Pair) -> None:
+    before = pair.pids()
+    script = pair.roots[1] / "launch" / "run_tp2_baseline.sh"
+    script.write_text(script.read_text() + "# an edit by hand\n")
+    started = pair.roots[1] / "run" / "server.json"
+    record = json.loads(started.read_text())
+    record["runs_on"]["launch script"] = "another"
+    started.write_text(json.dumps(record))
+    run = ok(pair.deploy())
+    assert "restart tier baseline, because 127.0.0.1 restarts" in run.said
+    assert not set(before) & set(pair.pids()) and get(pair.ports[0], "/health")[0] == 200
+
+
+def test_a_limit_that_would_start_one_rank_alone_is_refused(pair: Pair) -> None:
+    run = pair.deploy("--limit", "@local")
+    assert run.code == 1 and "@local serves together with 127.0.0.1, which --limit leaves out" in run.said

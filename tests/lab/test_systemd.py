@@ -115,8 +115,11 @@ def test_a_killed_parent_leaves_nothing_and_is_started_again_by_systemd(node: No
     assert within(60, lambda: node.show("MainPID") not in ("0", str(parent)))
     assert not node.alive(before), "the whole control group went"
     assert "[gpuwright] the server ended: signal (killed KILL)" in Path(node.lab.record()["log"]).read_text()
+    pid = node.show("MainPID")
     run = ok(node.deploy("--data", "tier=no-radix"))
-    assert run.changed == [p.SERVER] and "after a crash" in run.said and healthy(node.lab)
+    assert run.changed == [p.SERVER] and "after a crash or a reboot" in run.said and healthy(node.lab)
+    assert node.show("MainPID") == pid == str(node.lab.record()["pid"]), "it is taken over, not started once more"
+    assert ok(node.deploy("--data", "tier=no-radix")).changed == []
 
 
 def test_a_unit_that_cannot_start_gives_up_and_says_so(node: Node) -> None:
@@ -134,6 +137,8 @@ def test_the_server_comes_up_again_with_the_node(node: Node) -> None:
     node.machine.run("systemctl reboot", check=False)
     node.machine.wait_for_boot(boot)
     assert within(120, lambda: healthy_or_not_yet(node.lab))
+    run = ok(node.deploy("--data", "tier=no-radix"))
+    assert run.changed == [p.SERVER] and "taking over pid" in run.said
 
 
 def healthy_or_not_yet(lab: Lab) -> bool:
@@ -141,6 +146,27 @@ def healthy_or_not_yet(lab: Lab) -> bool:
         return healthy(lab)
     except OSError:
         return False
+
+
+def test_another_unit_leaves_nothing_of_the_one_before(node: Node) -> None:
+    before = node.pids()
+    run = ok(node.deploy("--data", "tier=no-radix", "--data", "unit=gpuwright-other"))
+    assert f"unit {UNIT}: expected absent, found left of another supervisor" in run.said
+    files = node.machine.run("ls /etc/systemd/system /etc/logrotate.d").split()
+    assert "gpuwright-other.service" in files and f"{UNIT}.service" not in files and UNIT not in files
+    assert not node.alive(before) and healthy(node.lab)
+    assert ok(node.deploy("--data", "tier=no-radix", "--data", "unit=gpuwright-other")).changed == []
+
+
+def test_supervisor_can_take_over_from_systemd_and_back(node: Node) -> None:
+    run = ok(node.deploy("--data", "tier=no-radix", "--data", "supervisor=supervisor"))
+    assert "kept by supervisor, found kept by systemd" in run.said and node.lab.record()["manager"] == "supervisor"
+    assert "gpuwright-other.service" not in node.machine.run("ls /etc/systemd/system").split()
+    run = ok(node.deploy())
+    assert node.lab.record()["manager"] == "systemd" and healthy(node.lab)
+    assert not (node.lab.root / "run" / "supervisord.conf").exists()
+    assert "supervisord" not in node.machine.run("ps -eo args")
+    assert ok(node.deploy()).changed == []
 
 
 def test_stopping_leaves_no_process_and_no_start_at_boot(node: Node) -> None:

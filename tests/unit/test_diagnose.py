@@ -85,6 +85,67 @@ def test_an_unknown_crash_shows_its_innermost_exception_and_its_last_lines() -> 
     assert len(diagnose(long, SIGNATURES).tail) == 30
 
 
+BROKEN = """\
+[2026-11-30 05:00:01 TP3] Scheduler hit an exception: Traceback (most recent call last):
+  File "/venv/lib/python3.12/site-packages/sglang/srt/a.py", line 10, in one
+    raise Broken("tensor x")
+my.Broken: tensor x
+
+"""
+OUT_OF_MEMORY = BROKEN.replace(
+    "my.Broken: tensor x", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+)
+DECODE = "[2026-11-30 05:01:00 TP0] Decode batch, #running-req: 4, #token: 100, token usage: 0.01, cuda graph: True\n"
+FIRED_UP = "[2026-11-30 05:00:00] The server is fired up and ready to roll!\n"
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "[rank0]:[E1130 ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(x)\n",
+        "[2026-11-30 05:00:03] Rank 5 scheduler is dead. Please check if there are relevant logs.\n"
+        "[2026-11-30 05:00:03] Exit code: -9\n",
+        "[2026-11-30 05:00:03] ERROR: [Errno 98] error while attempting to bind on address ('127.0.0.1', 30000)\n",
+    ],
+)
+def test_what_follows_an_unknown_exception_is_not_its_cause(after: str) -> None:
+    found = diagnose(BROKEN + after, SIGNATURES)
+    assert (found.verdict, found.exception) == ("unknown", "my.Broken: tensor x")
+    assert "also seen: " in report(found, "x.log") and "my.Broken: tensor x" in report(found, "x.log")
+
+
+def test_a_cause_above_an_unknown_exception_is_its_cause() -> None:
+    warning = "host:1:1 [0] NCCL WARN Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)\n"
+    found = diagnose(warning + BROKEN, SIGNATURES)
+    assert found.verdict == "known" and "innermost exception: my.Broken: tensor x" in report(found, "x.log")
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "[2026-11-30 05:00:00 TP0] Detected errors during sampling! NaN in the logits.\n",
+        "[2026-11-30 05:00:00 TP0] Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=True)\n",
+        "UserWarning: CUDA initialization: Found no NVIDIA driver on your system. Please check that you have\n",
+        "[2026-11-30 05:00:00] 401 Client Error: Unauthorized for url: http://127.0.0.1:30000/generate\n",
+        "OSError: [Errno 24] Too many open files\n" + DECODE,
+        BROKEN.replace("Scheduler hit an exception: ", "a request failed: ") + DECODE,
+    ],
+)
+def test_what_a_server_lives_through_is_no_crash_and_no_cause_of_a_later_one(harmless: str) -> None:
+    assert diagnose(FIRED_UP + harmless, SIGNATURES).verdict == "none"
+    found = diagnose(FIRED_UP + harmless + OUT_OF_MEMORY, SIGNATURES)
+    assert found.cause is not None and found.cause.signature.id == "out-of-memory-at-load"
+
+
+def test_of_a_log_that_is_not_ours_the_last_start_that_crashed_is_looked_at() -> None:
+    begin = "[2026-11-30 05:00:00] server_args=ServerArgs(model_path='x')\n"
+    found = diagnose(begin + OUT_OF_MEMORY + begin + BROKEN, SIGNATURES)
+    assert (found.verdict, found.exception, found.earlier) == ("unknown", "my.Broken: tensor x", False)
+    found = diagnose(begin + OUT_OF_MEMORY + begin + FIRED_UP, SIGNATURES)
+    assert found.verdict == "known" and found.earlier
+    assert report(found, "x.log").startswith("the last start in this log shows no crash; of the last one that does:")
+
+
 def start(tier: str) -> str:
     return f"[gpuwright] 2026-11-30T05:00:00Z tier {tier} starts\n"
 

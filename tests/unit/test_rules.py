@@ -27,6 +27,9 @@ MSCCLPP = {"enable-mscclpp": True}
 DP = {"enable-dp-attention": True, "dp-size": 8}
 
 # id: (what keeps the rule, what breaks it); each as changes of the GPU ladder's own: args, env, without, or the ladder.
+A2A = {"moe-a2a-backend": "deepep"}
+PP = {"pp-size": 2, "disable-overlap-schedule": True}
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kv-cache-dtype": ({"args": {"kv-cache-dtype": "bfloat16"}}, {"without": ["kv-cache-dtype"]}),
     "attention-backend-sm120": ({"args": {"attention-backend": "triton"}}, {"args": {"attention-backend": "nsa"}}),
@@ -72,6 +75,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "dp-divides-tp": ({"args": DP}, {"args": DP | {"dp-size": 1}}),
     "dp-over-nodes": ({"args": DP, "ladder": {"nodes": 2}}, {"args": {"dp-size": 2}, "ladder": {"nodes": 2}}),
+    "pp-exclusive": ({"args": PP}, {"args": {"pp-size": 2}}),
+    "hierarchical-cache": (
+        {"args": {"enable-hierarchical-cache": True}},
+        {"args": {"enable-hierarchical-cache": True, "disable-radix-cache": True}},
+    ),
     "nccl-p2p-level": ({"env": {"NCCL_P2P_LEVEL": "PHB"}}, {"env": {"NCCL_P2P_LEVEL": "5"}}),
     "nccl-ib-single-node": ({"ladder": {"nodes": 2}, "without": ["NCCL_IB_DISABLE"]}, {"without": ["NCCL_IB_DISABLE"]}),
     "overridden-env": ({}, {"env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}),
@@ -80,6 +88,36 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "cpu-attention-backend": ({"on": CPU}, {"on": CPU, "args": {"attention-backend": "flashinfer"}}),
 }  # fmt: skip
+
+
+# More of the same: what each keeps or breaks, clause by clause.
+KEPT = [
+    ("page-size", {"args": {"chunked-prefill-size": -1}}),
+    ("cuda-graph-max-bs", {"args": {"cuda-graph-bs": [1, 256]}, "without": ["cuda-graph-max-bs"]}),
+    ("cuda-graph-max-bs", {"args": {"disable-cuda-graph": True}, "without": ["cuda-graph-max-bs"]}),
+    ("piecewise-exclusive", {"args": PIECEWISE | NEXTN, "env": V2}),
+    ("piecewise-max-tokens", {"args": PIECEWISE | DP | {"piecewise-cuda-graph-max-tokens": 1024}}),
+    ("mscclpp-max-bytes", {"args": MSCCLPP, "env": {"SGLANG_MSCCLPP_MAX_BYTES": "1024kb"}}),
+    ("speculative-topk", {"args": {"speculative-algorithm": "NGRAM"}, "env": V2}),
+]
+BROKEN = [
+    ("attention-backend-sm120", {"args": {"decode-attention-backend": "trtllm_mla"}}),
+    ("attention-backend-sm120", {"args": {"nsa-prefill-backend": "flashmla_sparse"}}),
+    ("cuda-graph-max-bs", {"args": {"cuda-graph-bs": [1, 512]}}),
+    ("ep-size-a2a", {"args": {"moe-a2a-backend": "mori", "ep-size": 1}}),
+    ("mscclpp-max-bytes", {"args": MSCCLPP, "env": {"SGLANG_MSCCLPP_MAX_BYTES": "1048576"}}),
+    ("piecewise-exclusive", {"args": PIECEWISE | A2A}),
+    ("piecewise-exclusive", {"args": PIECEWISE | PP}),
+    ("piecewise-max-tokens", {"args": {"enable-piecewise-cuda-graph": True}}),
+    ("pp-exclusive", {"args": PP | NEXTN, "env": V2}),
+    ("overridden-env", {"env": {"SGLANG_RUN_ID": "x"}}),
+    ("dp-divides-tp", {"args": {"enable-dp-attention": True}}),
+    ("dp-divides-tp", {"args": {"enable-dp-attention": True, "dp-size": 3}}),
+    ("dp-divides-tp", {"args": {"enable-dp-attention": True, "dp-size": 0}}),
+    ("expandable-segments", {"args": MSCCLPP, "env": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}),
+    ("page-size", {"args": DP | {"chunked-prefill-size": 576}}),
+    ("page-size", {"without": ["chunked-prefill-size"]}),
+]
 
 
 def judged(rule: str, change: dict[str, Any]) -> list[str]:
@@ -99,6 +137,24 @@ def test_a_rule_is_kept_and_broken(rule: str) -> None:
     keeps, breaks = CASES[rule]
     assert rule not in judged(rule, keeps)
     assert rule in judged(rule, breaks)
+
+
+@pytest.mark.parametrize(("rule", "change"), KEPT, ids=lambda value: value if isinstance(value, str) else "")
+def test_each_clause_lets_through_what_the_engine_takes(rule: str, change: dict[str, Any]) -> None:
+    assert rule not in judged(rule, change)
+
+
+@pytest.mark.parametrize(("rule", "change"), BROKEN, ids=lambda value: value if isinstance(value, str) else "")
+def test_each_clause_of_a_rule_can_break_it(rule: str, change: dict[str, Any]) -> None:
+    assert rule in judged(rule, change)
+
+
+def test_a_rule_that_cannot_be_judged_counts_as_broken() -> None:
+    rule = RULES["ep-size"].model_copy(update={"when": "true", "require": "args.ep_size / args.dp_size == 1"})
+    tier = Tier(name="x", rank="0", about="x")
+    assert broken([rule], GPU, tier, ENGINE) == [rule]
+    zero = Tier(name="x", rank="0", about="x", args={"ep-size": 1, "dp-size": 0})
+    assert broken([rule], GPU, zero, ENGINE) == [rule]
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
