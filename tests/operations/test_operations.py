@@ -8,6 +8,7 @@ import logging
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from pyinfra.api.command import FunctionCommand
 
 from gpuwright import REPOSITORY, node
 from gpuwright import plan as p
+from gpuwright.hostdata import Sources
 from gpuwright.node import NodeCommand
 from gpuwright.plan import runs_on
-from gpuwright.spec import NodeFile
+from gpuwright.spec import Member, NodeFile, NodeSpec, build_spec
 from gpuwright.state import SeenFile, SeenPort
 from operations import launchers, model, patches, preflight, runtime, service, smoke, system
 from operations.limit import require_match
-from tests.make import ROOT, empty_state, gpu_spec, lab_spec, settled_state
+from tests.make import ROOT, catalogue, empty_state, gpu_spec, group_data, lab_spec, settled_state
 from tests.operations.conftest import Collect
 
 LAB = lab_spec()
@@ -250,6 +252,38 @@ def test_run_tier(collect: Collect) -> None:
     assert request["seen"] == ["Using KV cache dtype: torch.bfloat16"] and request["deadline_s"] == 300
     secret = [f"{ROOT}/run/secrets.yaml", f"{ROOT}/run/secrets.env"]
     assert request["files"] == [LAB.active_script.path, LAB.supervisor_conf.path, *secret]
+
+
+PAIR = (Member("gpu-01", "10.0.0.1"), Member("gpu-02", "10.0.0.2"))
+
+
+def rank(number: int) -> NodeSpec:
+    data = group_data("all", "gpu") | {"ladder": "glm5-nvfp4-2x8", "cluster": {"group": "pair"}}
+    return build_spec(PAIR[number].name, data, catalogue(), Sources((), []), PAIR)
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The state that each other host of the run answers with."""
+    states: dict[str, Any] = {}
+    monkeypatch.setattr(service, "specs", lambda: [rank(number) for number in (0, 1) if PAIR[number].name in states])
+    monkeypatch.setattr(service, "observe_peer", lambda spec: states[spec.host])
+    yield states
+
+
+def test_a_host_whose_cluster_cannot_be_reached_is_not_started(collect: Collect, peers: dict[str, Any]) -> None:
+    (command,) = collect(service.run_tier, rank(0), settled_state(rank(0)))
+    assert isinstance(command, NodeCommand) and command.line.endswith("exit 1")
+    assert "gpu-02 of this cluster cannot be reached: not started" in command.line
+
+
+def test_a_cluster_restarts_together(collect: Collect, peers: dict[str, Any]) -> None:
+    settled = [settled_state(rank(number)) for number in (0, 1)]
+    peers["gpu-02"] = settled[1]
+    assert collect(service.run_tier, rank(0), settled[0]) == []
+    peers["gpu-02"] = empty_state(rank(1))
+    (command,) = collect(service.run_tier, rank(0), settled[0])
+    assert isinstance(command, FunctionCommand) and command.args[1] == ["stop", "start", "wait"]
 
 
 def test_prune_caches(collect: Collect) -> None:
