@@ -144,7 +144,7 @@ def test_orphans_are_found_named_and_ended_even_when_no_record_tells_of_them(nod
 
 def test_a_log_is_rotated(node: Lab) -> None:
     log = node.root / "logs" / "sglang-server-baseline.log"
-    os.truncate(log, 100_000_000)  # sparse
+    os.truncate(log, 110_000_000)  # sparse
     get(node.port, "/generate", {"text": "a", "sampling_params": {"max_new_tokens": 4}})
     assert within(20, lambda: log.with_name(log.name + ".1").exists() and log.stat().st_size < 1_000_000)
     assert ok(node.deploy(*NO_SMOKE)).changed == [], "a rotated log is no reason to do anything"
@@ -178,7 +178,7 @@ def test_an_api_key_is_asked_for_and_stands_nowhere_but_in_its_file(node: Lab) -
     key = "a-very-secret-key"
     os.environ["GPUWRIGHT_TEST_KEY"] = key
     secrets = json.dumps({"api-key": "env:GPUWRIGHT_TEST_KEY"})
-    small = json.dumps({"levels": [1], "min_prompts": 2, "input_len": 16, "output_len": 8})
+    small = json.dumps({"levels": [1], "min_prompts": 8, "input_len": 64, "output_len": 32})
     run = ok(node.deploy("--data", f"secrets={secrets}", "--data", f"smoke_benchmark={small}"))
     assert run.changed == [p.LAUNCHERS, p.SERVER, p.RECORD, p.SMOKE], "bench_serving is let in"
     generate = ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}})

@@ -166,6 +166,22 @@ def test_data_given_on_the_command_line_is_named_so() -> None:
         read_host_data(data, Sources({"port"}, []))
 
 
+def test_a_secret_that_was_pasted_is_not_printed() -> None:
+    with pytest.raises(InputErrors) as caught:
+        lab_spec(secrets={"api-key": "sk-live-123456"})
+    assert "secrets.api-key: is not env:NAME or file:PATH" in str(caught.value) and "sk-live" not in str(caught.value)
+
+
+def test_links_into_uvs_cache_are_refused() -> None:
+    with pytest.raises(InputErrors, match="UV_LINK_MODE=symlink would have every patch written into uv's cache"):
+        lab_spec(installer_env={"UV_LINK_MODE": "symlink"})
+
+
+def test_keys_need_the_patches_that_keep_them_to_themselves() -> None:
+    with pytest.raises(InputErrors, match="API keys need the patches sglang-keys-out-of-the-log and sglang-keys-out"):
+        lab_spec(secrets={"api-key": "env:X"}, patches="none")
+
+
 def test_a_python_that_became_a_number_is_explained() -> None:
     with pytest.raises(InputErrors, match=r"arrives as the number 3\.1\n"):
         lab_spec(python=3.10)

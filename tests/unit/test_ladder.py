@@ -270,3 +270,5 @@ def test_a_cluster_is_rendered_by_its_members() -> None:
     assert spec.data.ladder == lab_spec().data.ladder and spec.rank is None
     with pytest.raises(GpuwrightError, match="the ranks of 2 members are 0 to 1"):
         tiers.spec_of(catalogue(), "gpu", "baseline", ["a", "b"], 2)
+    with pytest.raises(GpuwrightError, match="group canary names no ladder"):
+        tiers.spec_of(catalogue(), "canary", "baseline", [], 0)

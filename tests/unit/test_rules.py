@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpuwright.catalogue import CATALOG, load_catalogue
-from gpuwright.errors import InputErrors
+from gpuwright.catalogue import CATALOG
 from gpuwright.ladder import Ladder, Tier
 from gpuwright.rules import Rules, broken, rule_errors
 from gpuwright.yamlfile import load_yaml
@@ -197,23 +196,3 @@ def test_a_bad_rule_is_named(tmp_path: Any, old: str, new: str, said: str) -> No
     flags = catalogue().flags
     errors = rule_errors(rules.rules, origin, dict.fromkeys(flags, ENGINE), flags)
     assert any(said in str(error) for error in errors), errors
-
-
-def test_a_tier_that_breaks_a_rule_fails_before_any_host_is_touched() -> None:
-    with pytest.raises(InputErrors) as caught:
-        load_catalogue_with("ep-size: 8}", "ep-size: 4}")
-    assert "ep8 breaks the rule ep-size: ep-size must be 1 or the tensor-parallel size" in str(caught.value)
-    assert "waive: {ep-size: the reason}" in str(caught.value)
-
-
-def load_catalogue_with(old: str, new: str) -> None:
-    import shutil
-    import tempfile
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory() as folder:
-        catalog = Path(folder) / "catalog"
-        shutil.copytree(CATALOG, catalog)
-        path = catalog / "tiers.yaml"
-        path.write_text(path.read_text().replace(old, new, 1))
-        load_catalogue(catalog)
