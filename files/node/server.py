@@ -199,12 +199,13 @@ def end(pids, number):
 def stop(patience=30):
     """End the server and every process that is ours: asked first, killed after `patience` seconds."""
     record = read_json(RECORD)
-    groups = [record]
+    groups, managed = [record], set()
     for manager in managers():
         seen = manager.seen()
         if seen and seen["pid"]:
             say("stopping the server (pid %d) and its children" % seen["pid"])
             groups.append(identity(seen))  # not the recorded, if its manager has restarted it
+        managed.update(cgroup_processes(seen["cgroup"]) if seen and seen["cgroup"] else [])
 
     known = {}
 
@@ -217,7 +218,7 @@ def stop(patience=30):
         )
 
     ours = left()
-    managed = {pid for group in groups[1:] for pid in server_processes(group)}
+    managed.update(pid for group in groups[1:] for pid in server_processes(group))
     strays = [pid for pid in ours if pid not in managed]
     for pid in strays:
         say("ending a process left of an earlier server: %d %s" % (pid, command_line(pid)[:60]))

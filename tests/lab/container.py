@@ -44,13 +44,15 @@ def _mirror() -> str | None:
 
 def base() -> Path:
     """A pristine tree, made once: about a minute and 300 MB."""
-    if not (BASE / "etc" / "logrotate.conf").exists():
+    made_of = BASE / "made-of"
+    if not made_of.exists() or made_of.read_text() != PACKAGES:
         shutil.rmtree(BASE, ignore_errors=True)
         mirror = _mirror()
         assert mirror is not None
         command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(BASE), mirror]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:]
+        made_of.write_text(PACKAGES)
     return BASE
 
 
