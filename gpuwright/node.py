@@ -73,7 +73,7 @@ def observe(spec: NodeSpec) -> NodeCommand:
         "unit": spec.data.unit,
         "python": spec.data.python,
         "interpreter": spec.data.interpreter,
-        "commands": ["bash", "c++", "cc", "flock", "logrotate", "sh"],
+        "commands": ["bash", "c++", "cc", "flock", "logrotate", "openssl", "sh"],
         "folders": list(spec.paths.folders),
         "files": paths,
         "model": {

@@ -44,6 +44,7 @@ def problems(spec: NodeSpec, state: NodeState, *, installed: bool, manager: str)
     remedies = {
         "cc": "install a C compiler (gcc)",
         "c++": "install a C++ compiler (g++)",
+        "openssl": "install openssl: torch's inductor hashes its headers with it",
         "flock": "install util-linux",
         "bash": "install bash",
     }

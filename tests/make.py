@@ -76,7 +76,7 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
         "disk_free_bytes": 500 * GIB,
         "root_writable": True,
         "ensurepip": True,
-        "commands": {name: f"/usr/bin/{name}" for name in ("bash", "c++", "cc", "flock", "logrotate", "sh")},
+        "commands": {name: f"/usr/bin/{name}" for name in ("bash", "c++", "cc", "flock", "logrotate", "openssl", "sh")},
         "interpreter": SeenInterpreter(path="/usr/bin/python3.12", version="3.12.3"),
         "folders": dict.fromkeys(spec.paths.folders),
         "files": {},

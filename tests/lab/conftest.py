@@ -33,8 +33,9 @@ def reason_to_skip() -> str | None:
         return "the stack's wheels are for Linux on x86-64"
     if sys.version_info[:2] not in PYTHONS:
         return "the stack is locked for Python 3.10 to 3.12"
-    if not shutil.which("cc") or not shutil.which("c++"):
-        return "there is no C or no C++ compiler"
+    for tool in ("cc", "c++", "openssl"):
+        if not shutil.which(tool):
+            return f"there is no {tool}"
     if shutil.disk_usage(REPOSITORY).free < DISK_GIB * 1024**3:
         return f"less than {DISK_GIB} GiB of disk are free"
     return None

@@ -16,7 +16,7 @@ from typing import Any
 
 from gpuwright import REPOSITORY
 
-PACKAGES = "systemd,systemd-sysv,dbus,openssh-server,python3,libnuma1,logrotate,iproute2,procps,g++"
+PACKAGES = "systemd,systemd-sysv,dbus,openssh-server,python3,libnuma1,logrotate,iproute2,procps,g++,openssl"
 BASE = REPOSITORY / ".lab" / "debian"
 
 

@@ -35,6 +35,7 @@ def test_a_good_host_has_no_problem() -> None:
             {"commands": COMMANDS | {"c++": None}},
             "c++: expected on PATH; found not found\n    -> install a C++ compiler",
         ),
+        ({"commands": COMMANDS | {"openssl": None}}, "openssl: expected on PATH; found not found"),
         ({"commands": COMMANDS | {"flock": None}}, "-> install util-linux"),
         ({"interpreter": None}, "Python 3.12 for the venv: expected python3.12 on PATH; found not found"),
         ({"root_writable": False}, "root: expected /opt/gpuwright can be made by this user; found permission denied"),
