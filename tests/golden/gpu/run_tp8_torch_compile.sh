@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run_tp8_torch_compile.sh: torch.compile of decode; excludes piecewise
 # tier torch-compile (3.2) of ladder glm5-nvfp4, stack sglang-0.5.9-cu128
-# runtime f4ff65c46f05da7d, patch set 200b49955be7aaff
+# runtime 4b73405717d4e26a, patch set a92c6b2442cbdca0
 # Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers.yaml instead.
 set -euo pipefail
 # Whoever starts this, the server's environment is what is written here and nothing else.
@@ -14,11 +14,11 @@ export PATH=/opt/gpuwright/venv/bin:/usr/local/cuda-12.8/bin:/usr/local/sbin:/us
 export CUDA_HOME=/usr/local/cuda-12.8
 export HOME=/opt/gpuwright/run
 export LANG=C.UTF-8
-export XDG_CACHE_HOME=/opt/gpuwright/cache/f4ff65c46f05da7d/xdg
-export HF_HOME=/opt/gpuwright/cache/f4ff65c46f05da7d/huggingface
-export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/f4ff65c46f05da7d/flashinfer
-export TRITON_CACHE_DIR=/opt/gpuwright/cache/f4ff65c46f05da7d/triton
-export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/f4ff65c46f05da7d/inductor
+export XDG_CACHE_HOME=/opt/gpuwright/cache/4b73405717d4e26a/xdg
+export HF_HOME=/opt/gpuwright/cache/4b73405717d4e26a/huggingface
+export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/4b73405717d4e26a/flashinfer
+export TRITON_CACHE_DIR=/opt/gpuwright/cache/4b73405717d4e26a/triton
+export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/4b73405717d4e26a/inductor
 export HF_HUB_OFFLINE=1
 export SPT_NOENV=1
 export SGLANG_ENABLE_JIT_DEEPGEMM=0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run_tp1_no_radix.sh: no prefix cache, so every prompt is prefilled in full
 # tier no-radix (1.1) of ladder lab-cpu, stack sglang-0.5.9-cu128
-# runtime f6f02e2c219efacb, patch set 200b49955be7aaff
+# runtime 69085bb7d4af4863, patch set a92c6b2442cbdca0
 # Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers.yaml instead.
 set -euo pipefail
 # Whoever starts this, the server's environment is what is written here and nothing else.
@@ -14,11 +14,11 @@ export PATH=/opt/gpuwright/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/us
 export LD_LIBRARY_PATH=/opt/gpuwright/lib
 export HOME=/opt/gpuwright/run
 export LANG=C.UTF-8
-export XDG_CACHE_HOME=/opt/gpuwright/cache/f6f02e2c219efacb/xdg
-export HF_HOME=/opt/gpuwright/cache/f6f02e2c219efacb/huggingface
-export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/f6f02e2c219efacb/flashinfer
-export TRITON_CACHE_DIR=/opt/gpuwright/cache/f6f02e2c219efacb/triton
-export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/f6f02e2c219efacb/inductor
+export XDG_CACHE_HOME=/opt/gpuwright/cache/69085bb7d4af4863/xdg
+export HF_HOME=/opt/gpuwright/cache/69085bb7d4af4863/huggingface
+export FLASHINFER_WORKSPACE_BASE=/opt/gpuwright/cache/69085bb7d4af4863/flashinfer
+export TRITON_CACHE_DIR=/opt/gpuwright/cache/69085bb7d4af4863/triton
+export TORCHINDUCTOR_CACHE_DIR=/opt/gpuwright/cache/69085bb7d4af4863/inductor
 export HF_HUB_OFFLINE=1
 export SPT_NOENV=1
 export OMP_NUM_THREADS=2
