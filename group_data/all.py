@@ -13,6 +13,11 @@ root = "/opt/gpuwright"
 bind = "127.0.0.1"
 port = 30000
 
+supervisor = "auto"  # systemd where it is PID 1 and the deploy is root, else supervisor from the package index
+unit = "sglang-server"  # the systemd unit's name
+# API keys and tokens by name, from this machine: {"api-key": "env:GPUWRIGHT_API_KEY", "HF_TOKEN": "file:~/.hf-token"}
+secrets: dict[str, str] = {}
+
 ready_timeout_s = 2700  # weights, cold JIT and graph capture together
 min_memory_gib = 64
 min_free_disk_gib = 15  # the stack takes about 10
