@@ -127,7 +127,7 @@ def observe_peer(spec: NodeSpec) -> NodeState | None:
     try:
         found: NodeState | None = peer.get_fact(Observation, line=command.line, _stdin=command.stdin)
     except Exception:
-        return None
+        return None  # whatever keeps a peer from answering fails the peer itself, in its own turn
     return found
 
 
