@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -44,10 +45,16 @@ class Rules(Row):
 NAMES = ("args", "env", "tp", "nodes", "model_type", "compute_capability", "device")
 
 
+@cache
 def _environment() -> SandboxedEnvironment:
     environment = SandboxedEnvironment()
     environment.tests["matching"] = lambda value, pattern: re.fullmatch(pattern, str(value)) is not None
     return environment
+
+
+@cache
+def _compiled(expression: str) -> Callable[..., Any]:
+    return _environment().compile_expression(expression)
 
 
 def rule_errors(
@@ -68,7 +75,7 @@ def rule_errors(
         for key in ("when", "require"):
             try:
                 tree = environment.parse("{{ " + getattr(rule, key) + " }}")
-                environment.compile_expression(getattr(rule, key))
+                _compiled(getattr(rule, key))
             except jinja2.TemplateSyntaxError as error:
                 errors.append(origin.error((*loc, key), f"is not an expression: {error.message}"))
                 continue
@@ -102,10 +109,10 @@ def broken(rules: Iterable[Rule], ladder: Ladder, tier: Tier, engine: str) -> li
         "compute_capability": ladder.compute_capability,
         "device": "cpu" if args.get("device") == "cpu" else "cuda",
     }
-    environment, waived = _environment(), {**ladder.waive, **tier.waive}
+    waived = {**ladder.waive, **tier.waive}
 
     def true(expression: str) -> bool:
-        return bool(environment.compile_expression(expression)(**context))
+        return bool(_compiled(expression)(**context))
 
     def holds(rule: Rule) -> bool:
         try:
