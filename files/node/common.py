@@ -271,9 +271,9 @@ def processes():
 
 
 def cgroup_processes(cgroup):
-    """The live processes of a control group and of those below it, in either hierarchy."""
+    """The live processes of a control group and of those below it, in the unified hierarchy or in systemd's own."""
     found = []
-    for mount in ("/sys/fs/cgroup", "/sys/fs/cgroup/systemd"):
+    for mount in ("/sys/fs/cgroup", "/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified"):
         for folder, _, names in os.walk(mount + cgroup):
             if "cgroup.procs" in names:
                 try:
