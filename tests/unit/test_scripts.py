@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -183,3 +187,38 @@ def test_a_secret_does_not_change_what_the_server_is(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("MY_KEY", value)
         digests.append(lab_spec(secrets={"api-key": "env:MY_KEY"}).spec_digest)
     assert digests[0] == digests[1]
+
+
+def test_what_a_unit_awaits_the_server_by_ends_with_the_server(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = tmp_path / "await_server.py"
+    path.write_text(lab_spec(port=port).systemd_files[2].text)
+    main = subprocess.Popen(["sleep", "60"])
+    waiting = subprocess.Popen([sys.executable, "-I", path], env={"MAINPID": str(main.pid)}, stderr=subprocess.PIPE)
+    time.sleep(2.5)
+    assert waiting.poll() is None, "there is no answer yet, and the server lives"
+    main.kill()
+    main.wait()
+    assert waiting.wait(10) == 1 and b"the server ended" in waiting.communicate()[1]
+
+
+def test_what_a_unit_awaits_the_server_by_ends_when_it_answers(tmp_path: Path) -> None:
+    class Late(http.server.BaseHTTPRequestHandler):
+        answers = iter((503, 200))
+
+        def do_GET(self) -> None:
+            self.send_response(next(self.answers))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Late) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        path = tmp_path / "await_server.py"
+        path.write_text(lab_spec(port=server.server_address[1]).systemd_files[2].text)
+        env = {"MAINPID": str(os.getpid()), "http_proxy": "http://192.0.2.1:1"}
+        assert subprocess.run([sys.executable, "-I", path], env=env, timeout=30).returncode == 0
+        server.shutdown()
