@@ -314,6 +314,15 @@ def manager(spec: NodeSpec, state: NodeState) -> str:
     return "systemd" if state.systemd and state.uid == 0 else "supervisor"
 
 
+def keeper(spec: NodeSpec, state: NodeState) -> str:
+    """The same with the unit's name: `supervisor`, or `unit sglang-server`."""
+    return _keeper(manager(spec, state), spec.data.unit)
+
+
+def _keeper(manager: str | None, unit: str | None) -> str:
+    return f"unit {unit}" if manager == "systemd" else str(manager)
+
+
 def manager_files(spec: NodeSpec, state: NodeState) -> tuple[NodeFile, ...]:
     """What the node's supervisor is configured by."""
     return spec.systemd_files if manager(spec, state) == "systemd" else (spec.supervisor_conf,)
@@ -382,7 +391,7 @@ def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
     """
     server = state.server
     record = server.record or {}
-    kept = server.manager == manager(spec, state) and server.pid is not None
+    kept = _keeper(server.manager, server.unit) == keeper(spec, state) and server.pid is not None
     if not kept or record.get("runs_on") != runs_on(spec, state) or server.orphans:
         return ["stop", "start", "wait"]
     stale = ["retire"] if stale_managers(spec, state) else []
@@ -409,15 +418,15 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
         if name in pending and not any(c.step == step and c.what in run_from for c in before):
             pending.remove(name)  # other files of that step change
     for what in stale_managers(spec, state):
-        yield Change(SERVER, what, "absent", f"left of another supervisor than {manager(spec, state)}")
+        yield Change(SERVER, what, "absent", f"left of another supervisor than {keeper(spec, state)}")
     for orphan in server.orphans:
         yield Change(SERVER, f"process {orphan.pid} ({orphan.command})", "ended", "left of an earlier server")
     if server.pid is None:
         again = f" after {server.restarts} restarts" if server.restarts else ""
         status = f"not running ({server.status}{again})" if server.status else "not running"
         yield Change(SERVER, f"tier {tier}", "serving", status)
-    elif server.manager != (wanted_manager := manager(spec, state)):
-        yield Change(SERVER, f"tier {tier}", f"kept by {wanted_manager}", f"kept by {server.manager}")
+    elif (found := _keeper(server.manager, server.unit)) != (kept := keeper(spec, state)):
+        yield Change(SERVER, f"tier {tier}", f"kept by {kept}", f"kept by {found}")
     elif pending:
         yield Change(SERVER, f"restart tier {tier}, because of: {', '.join(pending)}")
     elif record.get("runs_on") != (wanted := runs_on(spec, state)):
@@ -425,8 +434,8 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
         changed = ", ".join(name for name in wanted if wanted[name] != then.get(name))
         yield Change(SERVER, f"restart tier {tier}, because of what changed since it was started: {changed}")
     elif server.pid != record.get("pid"):
-        found = f"pid {server.pid}, started again by {server.manager} after a crash or a reboot"
-        yield Change(SERVER, f"take over tier {tier}", f"pid {record.get('pid')}, as started", found)
+        again = f"pid {server.pid}, started again by {server.manager} after a crash or a reboot"
+        yield Change(SERVER, f"take over tier {tier}", f"pid {record.get('pid')}, as started", again)
     elif not record.get("ready_at"):
         yield Change(SERVER, f"await tier {tier}", "ready", f"pid {server.pid} is still loading")
     elif server.health != 200:

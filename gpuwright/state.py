@@ -90,11 +90,13 @@ class SeenProcess(Seen):
 class SeenServer(Seen):
     """The server as its supervisor, its record and its port show it. `health` is an HTTP status.
 
-    `manager`: who keeps it (supervisor or systemd), `status` in that one's words. `orphans`: processes of an earlier
-    server of ours that nobody keeps any more. `units`: the systemd units that deploys of this root wrote, by name.
+    `manager`: who keeps it (supervisor, or systemd in `unit`), `status` in that one's words. `orphans`: processes of an
+    earlier server of ours that nobody keeps any more. `units`: the systemd units that deploys of this root wrote, by
+    name.
     """
 
     manager: str | None
+    unit: str | None
     status: str | None
     pid: int | None
     restarts: int | None

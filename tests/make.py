@@ -54,6 +54,7 @@ def gpu_spec(**data: Any) -> NodeSpec:
 
 STOPPED = SeenServer(
     manager=None,
+    unit=None,
     status=None,
     pid=None,
     restarts=None,

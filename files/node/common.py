@@ -117,7 +117,7 @@ def supervisor(socket_path):
 def supervisor_status(socket_path):
     """supervisord's word on the server, or None when it does not know it or does not answer.
 
-    {"manager", "status" (in its own words), "pid", "cgroup", "ended" (it does not run), "restarts"}.
+    {"manager", "unit", "status" (in its own words), "pid", "cgroup", "ended" (it does not run), "restarts"}.
     """
     api = supervisor(socket_path)
     try:
@@ -129,6 +129,7 @@ def supervisor_status(socket_path):
     status = info["statename"]
     return {
         "manager": "supervisor",
+        "unit": None,
         "status": status,
         "pid": info["pid"] if status in ("RUNNING", "STARTING") and info["pid"] else None,
         "cgroup": None,
@@ -198,6 +199,7 @@ def systemd_status(unit):
     waiting = found["SubState"] == "auto-restart"
     return {
         "manager": "systemd",
+        "unit": unit,
         "status": "%s (%s)" % (state, result) if state != "active" else state,
         "pid": pid if pid and state in ("active", "activating", "reloading") and not waiting else None,
         "cgroup": found["ControlGroup"] or None,

@@ -220,7 +220,8 @@ def server(root, unit):
     known += [systemd_status(each) for each in sorted(units, key=lambda each: each != unit)]
     known = [each for each in known if each]
     running = [each for each in known if each["pid"]]
-    kept = (running or known or [{"manager": None, "status": None, "pid": None, "cgroup": None, "restarts": None}])[0]
+    nobody = {"manager": None, "unit": None, "status": None, "pid": None, "cgroup": None, "restarts": None}
+    kept = (running or known or [nobody])[0]
     recorded = server_processes(record)
     ours = {*recorded, *(cgroup_processes(kept["cgroup"]) if kept["cgroup"] else []), kept["pid"]}
     orphans = {pid for pid in marked_processes(root) if pid not in ours and not supervised(pid, ours)}
@@ -229,6 +230,7 @@ def server(root, unit):
     ready = bool(kept["pid"] and record and record.get("ready_at"))
     return {
         "manager": kept["manager"],
+        "unit": kept["unit"],
         "status": kept["status"],
         "pid": kept["pid"],
         "restarts": kept["restarts"],

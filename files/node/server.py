@@ -138,7 +138,9 @@ class Systemd:
     def keep_down(self):
         systemctl("disable", self.unit)
 
-    shut_down = keep_down
+    def shut_down(self):
+        self.keep_down()
+        systemctl("reset-failed", self.unit)  # SGLang ends itself by SIGKILL when it is asked to end: no failure here
 
     def retire(self):
         """Of a unit whose server has been stopped: nothing of it stays."""

@@ -132,7 +132,7 @@ def test_a_unit_that_cannot_start_gives_up_and_says_so(node: Node) -> None:
     assert within(90, lambda: node.show("ActiveState") == "failed")
     run = ok(node.deploy("--data", "tier=no-radix"))
     assert run.changed == [p.LAUNCHERS, p.SERVER] and healthy(node.lab)
-    assert "expected serving, found not running (failed (exit-code) after 2 restarts)" in run.said
+    assert "expected serving, found not running (failed (exit-code)" in run.said, run.said
 
 
 def test_the_server_comes_up_again_with_the_node(node: Node) -> None:
@@ -152,7 +152,7 @@ def healthy_or_not_yet(lab: Lab) -> bool:
 def test_another_unit_leaves_nothing_of_the_one_before(node: Node) -> None:
     before = node.pids()
     run = ok(node.deploy("--data", "tier=no-radix", "--data", "unit=gpuwright-other"))
-    assert f"unit {UNIT}: expected absent, found left of another supervisor" in run.said
+    assert f"unit {UNIT}: expected absent, found left of another supervisor" in run.said, run.said
     files = node.machine.run("ls /etc/systemd/system /etc/logrotate.d").split()
     assert "gpuwright-other.service" in files and f"{UNIT}.service" not in files and UNIT not in files
     assert not node.alive(before) and healthy(node.lab)
@@ -161,7 +161,8 @@ def test_another_unit_leaves_nothing_of_the_one_before(node: Node) -> None:
 
 def test_supervisor_can_take_over_from_systemd_and_back(node: Node) -> None:
     run = ok(node.deploy("--data", "tier=no-radix", "--data", "supervisor=supervisor"))
-    assert "kept by supervisor, found kept by systemd" in run.said and node.lab.record()["manager"] == "supervisor"
+    assert "kept by supervisor, found kept by unit gpuwright-other" in run.said, run.said
+    assert node.lab.record()["manager"] == "supervisor" and healthy(node.lab)
     assert "gpuwright-other.service" not in node.machine.run("ls /etc/systemd/system").split()
     run = ok(node.deploy())
     assert node.lab.record()["manager"] == "systemd" and healthy(node.lab)

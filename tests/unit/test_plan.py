@@ -206,14 +206,25 @@ def test_a_node_under_systemd_settles() -> None:
     spec = lab_spec(supervisor="systemd")
     state = settled_state(spec)
     kept = state.server.model_copy(
-        update={"manager": "systemd", "status": "active", "record": {**(state.server.record or {})}}
+        update={
+            "manager": "systemd",
+            "unit": "sglang-server",
+            "status": "active",
+            "record": {**(state.server.record or {})},
+        }
     )
     files = {path: seen for path, seen in state.files.items() if path != spec.supervisor_conf.path}
     files |= {f.path: SeenFile(sha256=f.sha256, size=1, mode=f.mode) for f in spec.systemd_files}
     state = state.model_copy(update={"server": kept, "files": files, "systemd": True, "unit_owner": spec.paths.root})
     record = {**(kept.record or {}), "runs_on": runs_on(spec, state)}
     state = state.model_copy(update={"server": kept.model_copy(update={"record": record})})
-    assert plan(spec, state).changes == ()
+    assert plan(spec, state).changes == () == tuple(server_actions(spec, state))
+    other = lab_spec(supervisor="systemd", unit="other")
+    files |= {f.path: SeenFile(sha256=f.sha256, size=1, mode=f.mode) for f in other.systemd_files}
+    serving = state.server.model_copy(update={"units": ["other", "sglang-server"]})
+    moved = state.model_copy(update={"files": files, "server": serving})
+    assert server_actions(other, moved) == ["stop", "start", "wait"], "the old unit holds the server that serves"
+    assert "expected kept by unit other, found kept by unit sglang-server" in str(plan(other, moved).of(p.SERVER)[-1])
 
 
 def test_secrets_are_planned_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
