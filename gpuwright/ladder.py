@@ -235,8 +235,8 @@ RESERVED_ARGS = {
     "node-rank": "`cluster` in group_data",
     "dist-init-addr": "`cluster` in group_data",
     "nccl-init-addr": "`cluster` in group_data",
-    "api-key": "`secrets` in group_data: an argument is seen in every process list",
-    "admin-api-key": "`secrets` in group_data: an argument is seen in every process list",
+    "api-key": "`secrets` in group_data (an argument is seen in every process list)",
+    "admin-api-key": "`secrets` in group_data (an argument is seen in every process list)",
     "config": "the arguments themselves in the ladder",
 }
 RESERVED_ENV = {

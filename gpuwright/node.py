@@ -222,10 +222,22 @@ def make_tiny_model(spec: NodeSpec) -> list[NodeCommand]:
     return [run_script("tiny_model", {"path": spec.model_path, "model": spec.tiny_model}, spec=spec)]
 
 
+ANY_SERVER = "*"
+
+
 def run_server(
-    spec: NodeSpec, actions: list[str], runs_on: dict[str, str], manager: str, attempt: str = ""
+    spec: NodeSpec,
+    actions: list[str],
+    runs_on: dict[str, str],
+    manager: str,
+    attempt: str = "",
+    saw: str | None = ANY_SERVER,
 ) -> NodeCommand:
-    """Stop, start or await the server, or go back to the one before it. `attempt` names the failure it may leave."""
+    """Stop, start or await the server, or go back to the one before it.
+
+    `attempt` names the failure it may leave. `saw` is when the server that was observed was started (None: there was
+    none): where it is another by now, nothing is done to it.
+    """
     shown = spec.ladder.shown_by(spec.tier)
     service = spec.systemd_files if manager == "systemd" else (spec.supervisor_conf,)
     request = {
@@ -250,6 +262,7 @@ def run_server(
         "deadline_s": spec.deadline_s(spec.tier),
         "seen": [] if spec.rank else shown.seen,  # SGLang logs most of them on its first rank alone
         "never": shown.never,
+        "saw": saw,
         "phases": [[phase.pattern, phase.words] for phase in spec.signatures.phases],
     }
     return run_script("server", request, spec=spec, streamed=True)

@@ -465,7 +465,7 @@ def _record(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
 
 def _smoke(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     levels = ", ".join(str(level) for level in spec.data.smoke_benchmark.levels)
-    if spec.data.smoke == "never":
+    if spec.data.smoke == "never" or spec.rank:  # of a cluster, rank 0 answers for all
         return
     accepted = any(r.spec_digest == spec.spec_digest and r.verdict == "accepted" for r in state.results)
     if spec.data.smoke == "always":

@@ -70,17 +70,23 @@ def run_tier(spec: NodeSpec) -> Commands:
     )
 
 
-def _how(spec: NodeSpec, state: NodeState, restart: bool) -> tuple[list[str], dict[str, str], str]:
+def _how(spec: NodeSpec, state: NodeState, restart: bool) -> tuple[list[str], dict[str, str], str, str | None]:
     actions = ["stop", "start", "wait"] if restart else server_actions(spec, state)
-    return actions, runs_on(spec, state), manager(spec, state)
+    return actions, runs_on(spec, state), manager(spec, state), (state.server.record or {}).get("started_at")
 
 
 def serve(
-    state: State, host: Host, spec: NodeSpec, actions: list[str], started_on: dict[str, str], manager: str
+    state: State,
+    host: Host,
+    spec: NodeSpec,
+    actions: list[str],
+    started_on: dict[str, str],
+    manager: str,
+    saw: str | None,
 ) -> bool:
     """Run the actions. When the tier does not come up, say why, go back to the one before it, and fail this host."""
     attempt = uuid.uuid4().hex
-    if run(host, node.run_server(spec, actions, started_on, manager, attempt), print_output=True)[0]:
+    if run(host, node.run_server(spec, actions, started_on, manager, attempt, saw), print_output=True)[0]:
         return True
     fetched, text = run(host, node.read_failure(spec))
     answer: dict[str, Any] = json.loads(text.strip().rpartition("\n")[2]) if fetched else {"failure": None}

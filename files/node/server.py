@@ -1,9 +1,9 @@
 """Start, stop and await the server that supervisor or systemd keeps, printing what happens as it happens.
 
 REQUEST: root, actions (of "stop", "start", "adopt", "wait", "retire", "roll_back" and "shut_down", in order), attempt
-(a name for it), manager ("supervisor" or "systemd"), unit, address, port, script, log, tier, runs_on, conf, files (what
-the server is started from), deadline_s, seen and never (regular expressions over the log since this start), phases
-[[regular expression, words]].
+(a name for it), saw (started_at of the record that was observed, "*" for any), manager ("supervisor" or "systemd"),
+unit, address, port, script, log, tier, runs_on, conf, files (what the server is started from), deadline_s, seen and
+never (regular expressions over the log since this start), phases [[regular expression, words]].
 
 run/server.json is the record of the server that was started last; run/ready.json what it was started from, once it was
 ready; run/previous.json that of the server before it, until the new one is ready; run/failure.json the last failure.
@@ -464,7 +464,7 @@ def started_from(record):
     for path in filter(os.path.exists, REQUEST["files"]):  # there are secrets only where some are declared
         with open(path, encoding="utf-8") as handle:
             files.append({"path": path, "text": handle.read(), "mode": os.stat(path).st_mode & 0o777})
-    request = {key: value for key, value in REQUEST.items() if key not in ("actions", "attempt")}
+    request = {key: value for key, value in REQUEST.items() if key not in ("actions", "attempt", "saw")}
     return {"tier": record["tier"], "request": request, "files": files}
 
 
@@ -504,7 +504,22 @@ def shut_down():
     remove(READY, PREVIOUS, FAILURE)
 
 
+def overtaken():
+    """Whether another deploy has done the same since this one observed the node, while it waited for the lock. Fails
+    when it has done something else.
+    """
+    record = read_json(RECORD) or {}
+    if REQUEST["saw"] in ("*", record.get("started_at")):
+        return False
+    if record.get("ready_at") and record.get("runs_on") == REQUEST["runs_on"]:
+        say("another deploy has started tier %s meanwhile" % record["tier"])
+        return True
+    fail("another deploy has changed the server meanwhile (tier %s): deploy again" % record.get("tier", "none"))
+
+
 def main():
+    if overtaken():
+        return
     actions = {
         "stop": stop, "start": start, "adopt": adopt, "wait": wait, "retire": retire, "roll_back": roll_back,
         "shut_down": shut_down,

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ import pytest
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
 from gpuwright.hostdata import Sources
+from gpuwright.ladder import TookEffect
 from gpuwright.node import run_server
 from gpuwright.spec import NodeSpec, build_spec
 from tests import sshd
@@ -113,17 +117,54 @@ def test_a_tier_that_hangs_meets_its_deadline(node: Lab) -> None:
 
 def test_a_tier_that_did_not_take_effect_is_a_failure(node: Lab) -> None:
     """As when piecewise CUDA graphs disable themselves with a line in the log: it answers, and must not stay."""
-    line = run_server(spec_of(node), ["wait"], {}, "supervisor").stdin
-    seen = json.dumps(json.dumps(["Using KV cache dtype: torch.bfloat16"]))[1:-1]
-    asked = json.dumps(json.dumps(["Capture piecewise CUDA graph end"]))[1:-1]
-    assert seen in line
-    done = subprocess.run(
-        [sys.executable, "-I", "-u", "-"], input=line.replace(seen, asked), capture_output=True, text=True, timeout=120
-    )
+    spec = spec_of(node)
+    shown = TookEffect(seen=["Capture piecewise CUDA graph end"], never=["Cuda graph is disabled because"])
+    asked = replace(spec, ladder=spec.ladder.model_copy(update={"took_effect": shown}))
+    line = run_server(asked, ["wait"], {}, "supervisor").stdin
+    done = subprocess.run([sys.executable, "-I", "-u", "-"], input=line, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "it came up, but the tier did not take effect:\n    never logged: Capture piecewise" in done.stdout
+    assert re.search(r"\n    logged: .*Cuda graph is disabled because of using torch native", done.stdout), done.stdout
     status = ok(node.deploy("--dry")).said
     assert "expected serving, found not running" in status and "left of an earlier" not in status
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ("kill $child; sleep 300", r"its process sglang::scheduler_TP0 \(pid \d+\) ended, and it lives on"),
+        ("touch {root}/run/go; sleep 300", r"port \d+ was taken by pid {pid} \(.*pytest.*\) meanwhile"),
+    ],
+    ids=["a child is gone", "the port is gone"],
+)  # fmt: skip
+def test_a_server_that_cannot_come_up_any_more_is_not_waited_for(node: Lab, after: str, said: str) -> None:
+    """A stand-in for an engine that lives on after what it cannot survive, under the real supervisor."""
+    script, go = node.root / "launch" / "stand_in.sh", node.root / "run" / "go"
+    go.unlink(missing_ok=True)
+    script.write_text(
+        "#!/bin/bash\nbash -c 'exec -a sglang::scheduler_TP0 sleep 300' & child=$!\nsleep 2\n"
+        + after.format(root=node.root)
+        + "\n"
+    )
+    script.chmod(0o755)
+    spec = spec_of(node)
+    conf = Path(spec.supervisor_conf.path)
+    conf.write_text(spec.supervisor_conf.text.replace(spec.active_script.path, str(script)))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    started = subprocess.Popen([sys.executable, "-I", "-u", "-"], text=True, **pipes)
+    assert started.stdin is not None
+    started.stdin.write(run_server(spec, ["stop", "start", "wait"], {}, "supervisor").stdin)
+    started.stdin.close()
+    with contextlib.closing(socket.socket()) as held:
+        if "go" in after and within(30, go.exists):
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", node.port))
+            held.listen()
+        assert started.wait(60) == 1 and started.stdout is not None
+    output = started.stdout.read()
+    script.unlink()
+    assert re.search(f"tier baseline did not come up: {said.format(pid=os.getpid())}", output), output
+    assert not subprocess.run(["pgrep", "-f", "sglang::scheduler_TP0"], capture_output=True, text=True).stdout
 
 
 def test_orphans_are_found_named_and_ended_even_when_no_record_tells_of_them(node: Lab) -> None:

@@ -6,6 +6,7 @@ The tests share one container and build on each other, in the order of this file
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,7 +85,16 @@ def test_where_pid_1_is_systemd_a_unit_keeps_the_server(node: Node) -> None:
     assert len(node.pids()) >= 3 and record["pid"] in node.pids(), "the scheduler and the detokenizer too"
     assert not (node.lab.root / "run" / "supervisord.conf").exists()
     assert "Init torch distributed ends" in (node.lab.root / "logs" / "sglang-server-baseline.log").read_text()
-    node.machine.run(f"logrotate --debug /etc/logrotate.d/{UNIT}")
+
+
+def test_logrotate_rotates_the_log_under_the_server(node: Node) -> None:
+    log = node.lab.root / "logs" / "sglang-server-baseline.log"
+    os.truncate(log, 110_000_000)  # sparse
+    node.machine.run(f"logrotate /etc/logrotate.d/{UNIT}")
+    assert log.with_name(log.name + ".1").exists() and log.stat().st_size < 1_000_000
+    log.with_name(log.name + ".1").unlink()
+    healthy(node.lab)
+    assert within(10, lambda: log.stat().st_size > 0), "it logs on, from the beginning"
 
 
 def test_a_second_deploy_changes_nothing(node: Node) -> None:

@@ -245,8 +245,8 @@ def test_a_unit_of_someone_else_is_never_overwritten(owner: str, collect: Collec
 def test_run_tier(collect: Collect) -> None:
     (command,) = collect(service.run_tier, LAB, EMPTY)
     assert isinstance(command, FunctionCommand) and command.function is service.serve
-    assert command.args == (LAB, ["stop", "start", "wait"], runs_on(LAB, EMPTY), "supervisor")
-    request = request_of(node.run_server(*command.args), "server")
+    assert command.args == (LAB, ["stop", "start", "wait"], runs_on(LAB, EMPTY), "supervisor", None)
+    request = request_of(node.run_server(*command.args[:4]), "server")
     assert request["actions"] == ["stop", "start", "wait"] and request["runs_on"] == runs_on(LAB, EMPTY)
     assert request["log"] == f"{ROOT}/logs/sglang-server-baseline.log"
     assert request["seen"] == ["Using KV cache dtype: torch.bfloat16"] and request["deadline_s"] == 300
@@ -364,7 +364,7 @@ class Node:
 
 def served(*answers: tuple[bool, str]) -> tuple[bool, Node]:
     host = Node(*answers)
-    arguments: Any = (None, host, LAB, ["stop", "start", "wait"], {"runtime": "now"}, "supervisor")
+    arguments: Any = (None, host, LAB, ["stop", "start", "wait"], {"runtime": "now"}, "supervisor", "then")
     return service.serve(*arguments), host
 
 

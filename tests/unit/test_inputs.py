@@ -48,7 +48,7 @@ RULES, SIGNATURES = "catalog/rules.yaml", "catalog/signatures.yaml"
         (TIERS, "ep-size: 8}", "port: 8}", "is rendered by gpuwright itself\n    set `port` in group_data instead"),
         (TIERS, "ep-size: 8}", "tp-size: 8}", "set `tp` in the ladder instead"),
         (TIERS, "ep-size: 8}", "node-rank: 1}", "set `cluster` in group_data instead"),
-        (TIERS, "ep-size: 8}", "api-key: x}", "set `secrets` in group_data: an argument is seen in every process"),
+        (TIERS, "ep-size: 8}", "api-key: x}", "set `secrets` in group_data (an argument is seen in every"),
         (TIERS, "SGLANG_MSCCLPP_MAX_BYTES: 2MB", "HF_TOKEN: x", "env.HF_TOKEN: has the name of a secret"),
         (TIERS, "SGLANG_MSCCLPP_MAX_BYTES: 2MB", "PATH: /bin", "set `cuda_home` in group_data instead"),
         (TIERS, "SGLANG_MSCCLPP_MAX_BYTES: 2MB", "FLASHINFER_CUDA_ARCH_LIST: 12.0a", "so a tier cannot set it"),

@@ -13,7 +13,7 @@ from gpuwright.errors import GpuwrightError, InputErrors
 from gpuwright.hostdata import Sources
 from gpuwright.ladder import NO_PATCHES, Evidence, Ladder, Tier, resolve, standing
 from gpuwright.ladder import Tiers as TiersFile
-from gpuwright.plan import MODEL, plan
+from gpuwright.plan import MODEL, SMOKE, plan
 from gpuwright.spec import Member, build_spec, digest
 from gpuwright.yamlfile import Origin
 from tests.make import catalogue, gpu_spec, group_data, lab_spec, settled_state
@@ -227,6 +227,12 @@ def test_the_rank_is_the_place_in_the_group() -> None:
     assert [spec.rank for spec in specs] == [0, 1] and gpu_spec().rank is None
     for spec in specs:
         assert "--dist-init-addr 10.0.0.1:21000" in spec.arguments(spec.tier)
+
+
+def test_a_cluster_is_measured_by_its_first_rank() -> None:
+    specs = [build_spec(m.name, group_data("all", "gpu") | CLUSTER, catalogue(), Sources((), []), PAIR) for m in PAIR]
+    planned = [bool(plan(spec, settled_state(spec, results=[])).of(SMOKE)) for spec in specs]
+    assert planned == [True, False]
 
 
 # --- the commands

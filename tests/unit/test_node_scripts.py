@@ -624,3 +624,25 @@ def test_a_failure_is_read_with_its_part_of_the_log(tmp_path: Path) -> None:
     assert json.loads(run("failure", request | {"most_bytes": 6}).stdout)["text"] == "start\n"
     log.write_text("rotated\n")
     assert json.loads(run("failure", request).stdout)["text"] == "rotated\n", "a log that was rotated is read whole"
+
+
+@pytest.mark.parametrize(
+    ("record", "code", "said"),
+    [
+        (
+            {"started_at": "later", "tier": "x", "runs_on": {}, "ready_at": "later"},
+            0,
+            "another deploy has started tier x",
+        ),
+        ({"started_at": "later", "tier": "x", "runs_on": {"a": "b"}, "ready_at": "later"}, 1, "(tier x): deploy again"),
+        ({"started_at": "later", "tier": "x", "runs_on": {}}, 1, "has changed the server meanwhile"),
+        (None, 1, "(tier none): deploy again"),
+    ],
+)
+def test_a_deploy_that_was_overtaken_leaves_the_server_alone(
+    tmp_path: Path, record: dict[str, Any] | None, code: int, said: str, marked: subprocess.Popen[bytes]
+) -> None:
+    if record:
+        (tmp_path / "run" / "server.json").write_text(json.dumps(record))
+    done = run("server", server_request(tmp_path, "stop", saw="earlier"))
+    assert done.returncode == code and said in done.stdout and marked.poll() is None
