@@ -514,7 +514,7 @@ def overtaken():
     if record.get("ready_at") and record.get("runs_on") == REQUEST["runs_on"]:
         say("another deploy has started tier %s meanwhile" % record["tier"])
         return True
-    fail("another deploy has changed the server meanwhile (tier %s): deploy again" % record.get("tier", "none"))
+    return fail("another deploy has changed the server meanwhile (tier %s): deploy again" % record.get("tier", "none"))
 
 
 def main():
