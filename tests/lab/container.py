@@ -46,14 +46,24 @@ def base() -> Path:
     """A pristine tree, made once: about a minute and 300 MB."""
     made_of = BASE / "made-of"
     if not made_of.exists() or made_of.read_text() != PACKAGES:
-        shutil.rmtree(BASE, ignore_errors=True)
         mirror = _mirror()
         assert mirror is not None
         command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(BASE), mirror]
-        done = subprocess.run(command, capture_output=True, text=True)
+        for _ in range(2):  # a mirror may answer badly once
+            shutil.rmtree(BASE, ignore_errors=True)
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:
+                break
         assert done.returncode == 0, done.stdout[-3000:]
         made_of.write_text(PACKAGES)
     return BASE
+
+
+def refusal() -> str | None:
+    """What keeps this machine from starting a container at all, such as a sandbox that allows no namespaces, or None."""
+    command = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", f"--directory={base()}", "/bin/true"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return None if done.returncode == 0 else f"this machine starts no container: {done.stderr.strip()[-300:]}"
 
 
 @dataclass

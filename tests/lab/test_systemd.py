@@ -50,7 +50,7 @@ class Node:
 
 @pytest.fixture(scope="module")
 def node(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    reason = container.reason_to_skip()
+    reason = container.reason_to_skip() or container.refusal()
     if reason:
         pytest.skip(reason)
     ok(lab.deploy("--data", "stages=preflight,system,runtime,patches,model,launchers"))
