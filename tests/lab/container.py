@@ -60,7 +60,7 @@ def base() -> Path:
 
 
 def refusal() -> str | None:
-    """What keeps this machine from starting a container at all, such as a sandbox that allows no namespaces, or None."""
+    """What keeps this machine from starting any container, such as a sandbox without namespaces, or None."""
     command = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", f"--directory={base()}", "/bin/true"]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return None if done.returncode == 0 else f"this machine starts no container: {done.stderr.strip()[-300:]}"
