@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -149,6 +150,19 @@ class Lab:
         )
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that are free, below the range from which the kernel gives ports to whoever asks for any."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
+    for port in random.sample(range(max(1024, lowest - 6000), lowest), 200):
+        with socket.socket() as trial, contextlib.suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError(f"no {count} ports below {lowest} are free")
+
+
 def children(pid: int) -> list[int]:
     """Every live descendant of a process."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
@@ -171,10 +185,7 @@ def alive(pid: int) -> bool:
 def lab() -> Iterator[Lab]:
     shutil.rmtree(ROOT, ignore_errors=True)
     ROOT.parent.mkdir(exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    node = Lab(ROOT, port)
+    node = Lab(ROOT, free_ports(1)[0])
     yield node
     if ROOT.exists():
         node.deploy(deploy="stop.py")

@@ -32,7 +32,7 @@ from gpuwright.ladder import TookEffect
 from gpuwright.node import run_server
 from gpuwright.spec import NodeSpec, build_spec
 from tests import sshd
-from tests.lab.conftest import PYINFRA, Lab, Run, alive, children, ok
+from tests.lab.conftest import PYINFRA, Lab, Run, alive, children, free_ports, ok
 from tests.make import catalogue, group_data
 
 NO_SMOKE = ("--data", "smoke=never")
@@ -151,17 +151,19 @@ def test_a_server_that_cannot_come_up_any_more_is_not_waited_for(node: Lab, afte
     conf = Path(spec.supervisor_conf.path)
     conf.write_text(spec.supervisor_conf.text.replace(spec.active_script.path, str(script)))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    started = subprocess.Popen([sys.executable, "-I", "-u", "-"], text=True, **pipes)
-    assert started.stdin is not None
-    started.stdin.write(run_server(spec, ["stop", "start", "wait"], {}, "supervisor").stdin)
-    started.stdin.close()
-    with contextlib.closing(socket.socket()) as held:
+    with (
+        subprocess.Popen([sys.executable, "-I", "-u", "-"], text=True, **pipes) as started,
+        socket.socket() as held,
+    ):
+        assert started.stdin is not None and started.stdout is not None
+        started.stdin.write(run_server(spec, ["stop", "start", "wait"], {}, "supervisor").stdin)
+        started.stdin.close()
         if "go" in after and within(30, go.exists):
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(("127.0.0.1", node.port))
             held.listen()
-        assert started.wait(60) == 1 and started.stdout is not None
-    output = started.stdout.read()
+        output = started.stdout.read()
+    assert started.returncode == 1
     script.unlink()
     assert re.search(f"tier baseline did not come up: {said.format(pid=os.getpid())}", output), output
     assert not subprocess.run(["pgrep", "-f", "sglang::scheduler_TP0"], capture_output=True, text=True).stdout
@@ -289,9 +291,9 @@ def pair(node: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         (other / name).symlink_to(node.root / name)
     inventory = folder / "inventory" / "lab.py"
     inventory.parent.mkdir()
-    roots, ports = [node.root, other], [node.port, node.port + 1]
+    roots, (*ports, rendezvous) = [node.root, other], free_ports(3)
     common = {
-        "ladder": "lab-cpu-2", "cluster": {"group": "pair", "port": node.port + 2}, "smoke": "never",
+        "ladder": "lab-cpu-2", "cluster": {"group": "pair", "port": rendezvous}, "smoke": "never",
         "model": {"kind": "folder", "path": str(model)}, "cluster_address": "127.0.0.1",
         "stages": ["system", "model", "launchers", "service"],
     }  # fmt: skip
