@@ -239,7 +239,6 @@ def run_server(
     none): where it is another by now, nothing is done to it.
     """
     shown = spec.ladder.shown_by(spec.tier)
-    service = spec.systemd_files if manager == "systemd" else (spec.supervisor_conf,)
     request = {
         "root": spec.paths.root,
         "actions": actions,
@@ -255,7 +254,7 @@ def run_server(
         "conf": spec.paths.supervisor_conf,
         "files": [
             spec.active_script.path,
-            *(file.path for file in service),
+            *(file.path for file in spec.manager_files(manager)),
             spec.paths.secrets_file,
             spec.paths.secrets_env,
         ],

@@ -325,7 +325,7 @@ def _keeper(manager: str | None, unit: str | None) -> str:
 
 def manager_files(spec: NodeSpec, state: NodeState) -> tuple[NodeFile, ...]:
     """What the node's supervisor is configured by."""
-    return spec.systemd_files if manager(spec, state) == "systemd" else (spec.supervisor_conf,)
+    return spec.manager_files(manager(spec, state))
 
 
 def stale_managers(spec: NodeSpec, state: NodeState) -> list[str]:

@@ -352,6 +352,10 @@ class NodeSpec:
             NodeFile(self.paths.await_server, self._rendered("await_server.py.j2")),
         )
 
+    def manager_files(self, manager: str) -> tuple[NodeFile, ...]:
+        """What `systemd` or `supervisor` is configured by."""
+        return self.systemd_files if manager == "systemd" else (self.supervisor_conf,)
+
     @property
     def service_files(self) -> tuple[NodeFile, ...]:
         """What either supervisor is configured by; which one a node has is seen on it."""

@@ -148,12 +148,17 @@ class NodeState(Seen):
     originals: list[str]
 
 
+def last_line(text: str) -> str:
+    """The last line that a node script printed: a login shell may print before it."""
+    return text.strip().rpartition("\n")[2]
+
+
 def parse_observation(text: str) -> NodeState:
     """The state an observation's last line holds (a login shell may print before it).
 
     Raises GpuwrightError with the offending text.
     """
-    last = text.strip().rpartition("\n")[2]
+    last = last_line(text)
     try:
         return NodeState.model_validate_json(last)
     except ValidationError as error:

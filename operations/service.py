@@ -30,7 +30,7 @@ from gpuwright.plan import (
 )
 from gpuwright.preflight import shell_failure
 from gpuwright.spec import NodeSpec
-from gpuwright.state import NodeState
+from gpuwright.state import NodeState, last_line
 from operations.stage import Commands, converge, observe_peer, revision, run, specs, to_pyinfra
 
 
@@ -89,7 +89,7 @@ def serve(
     if run(host, node.run_server(spec, actions, started_on, manager, attempt, saw), print_output=True)[0]:
         return True
     fetched, text = run(host, node.read_failure(spec))
-    answer: dict[str, Any] = json.loads(text.strip().rpartition("\n")[2]) if fetched else {"failure": None}
+    answer: dict[str, Any] = json.loads(last_line(text)) if fetched else {"failure": None}
     if (answer["failure"] or {}).get("attempt") != attempt:  # it failed before anything was started, and has said why
         return False
     found = diagnose(answer["text"], spec.signatures)

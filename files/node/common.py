@@ -250,7 +250,8 @@ def server_processes(record):
     leader = process(record["pgid"]) if record["pgid"] > 0 else None
     if leader and leader["started"] != record["started_ticks"]:
         return []
-    marked = set(marked_processes(REQUEST["root"]))
+    # Every environment is read for it, so only where it decides.
+    marked = set(marked_processes(REQUEST["root"])) if record.get("cgroup") or not leader else set()
     found = {pid for pid in cgroup_processes(record["cgroup"]) if pid in marked} if record.get("cgroup") else set()
     for pid in processes():
         info = process(pid)

@@ -380,7 +380,7 @@ class Progress:
 def workers(parent):
     """The engine's own processes under the server: {pid: what it was called}. Compilers come and go; these do not."""
     found = {}
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+    for pid in processes():
         info = process(pid)
         if info and info["ppid"] == parent:
             line = command_line(pid)

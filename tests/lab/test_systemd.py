@@ -93,7 +93,7 @@ def test_logrotate_rotates_the_log_under_the_server(node: Node) -> None:
     node.machine.run(f"logrotate /etc/logrotate.d/{UNIT}")
     assert log.with_name(log.name + ".1").exists() and log.stat().st_size < 1_000_000
     log.with_name(log.name + ".1").unlink()
-    healthy(node.lab)
+    assert healthy(node.lab)
     assert within(10, lambda: log.stat().st_size > 0), "it logs on, from the beginning"
 
 
