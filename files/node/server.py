@@ -374,7 +374,8 @@ class Progress:
         if time.time() - self.shown >= 5:
             self.shown = time.time()
             inside = time.time() - self.since
-            say("%4d s of %d: %s (%d s): %s" % (elapsed, REQUEST["deadline_s"], self.phase, inside, self.line))
+            line = ": " + self.line if self.line else ""
+            say("%4d s of %d: %s (%d s)%s" % (elapsed, REQUEST["deadline_s"], self.phase, inside, line))
 
 
 def workers(parent):
