@@ -1,6 +1,7 @@
 """Bring a node to its declared state: pyinfra inventory/gpu.py deploy.py [--limit canary] [--dry | -y]
 
---data stages=runtime,patches runs some stages; --data tier=piecewise another tier; --data smoke=always|never.
+--data stages=runtime,patches runs some stages; --data tier=piecewise another tier; --data smoke=always|never, --data
+profile=full how it is measured; --data gate=baseline fails a host that is slower than that tier.
 """
 
 from pyinfra import config
@@ -11,6 +12,8 @@ from operations.stage import desired_state
 config.REQUIRE_PYINFRA_VERSION = "==3.10.0"
 
 spec = desired_state()
+
+preflight.ask_canary(name="preflight | ask the canary", spec=spec)
 
 if "preflight" in spec.stages:
     preflight.check_node(name="preflight | check the node", spec=spec)
@@ -43,3 +46,4 @@ if "service" in spec.stages:
 
 if "smoke" in spec.stages:
     smoke.benchmark(name="smoke | benchmark the active tier", spec=spec)
+    smoke.gate(name="smoke | hold it against another tier", spec=spec)

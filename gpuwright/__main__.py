@@ -9,11 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpuwright import REPOSITORY, diagnose, series, tiers
+from gpuwright import REPOSITORY, compare, diagnose, evidence, series, tiers
+from gpuwright.acceptance import judge_file
 from gpuwright.catalogue import Stack, flags_path, load_catalogue
 from gpuwright.errors import GpuwrightError, nearest
 from gpuwright.flags import dump_flags, read_flags
 from gpuwright.lockfile import LOCKS, TOOLS_LOCK, compile_lock, lock_path
+from gpuwright.record import RESULTS, SCHEMA, Record, folder_name, read_record, read_records, schema
 from gpuwright.yamlfile import load_yaml, shown
 
 
@@ -32,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("diagnose", help="say why a server ended, by its log")
     command.add_argument("log", metavar="LOGFILE", help="any log of an SGLang server; - for stdin")
     command.add_argument("--json", action="store_true", help="print JSON")
+    _benchmark_commands(commands)
     _patch_commands(
         commands.add_parser("patches", help="list and check the patch series; make a patch; print a waiver")
     )
@@ -45,12 +48,25 @@ def main(arguments: list[str] | None = None) -> int:
                 "rules": len(catalogue.rules),
                 "patches": len(catalogue.patches),
                 "signatures": len(catalogue.signatures.signatures),
+                "acceptance rules": len(catalogue.acceptance.rules),
             }
             print(", ".join(f"{count} {name}" for name, count in counts.items()) + ": no problem found")
         elif options.command == "lock":
             lock(_stacks(options.stacks))
         elif options.command == "flags":
             flags(_stacks(options.stacks))
+        elif options.command == "schema":
+            SCHEMA.parent.mkdir(exist_ok=True)
+            SCHEMA.write_text(schema(), encoding="utf-8")
+            print(f"wrote {shown(SCHEMA)}")
+        elif options.command == "judge":
+            return judge_command(options)
+        elif options.command == "compare":
+            return compare_command(options)
+        elif options.command == "report":
+            return report_command(options)
+        elif options.command == "tiers" and options.action == "record":
+            print(record_command(options), end="")
         elif options.command == "tiers":
             print(tiers_command(options), end="" if options.action == "render" else "\n")
         elif options.command == "diagnose":
@@ -73,6 +89,11 @@ def _tier_commands(parser: argparse.ArgumentParser) -> None:
     render = actions.add_parser("render", help="print a tier's launch script as a node would get it")
     render.add_argument("tier", metavar="TIER")
     render.add_argument("--unit", action="store_true", help="print its systemd unit instead")
+    record = actions.add_parser("record", help="propose a benchmark run as a tier's evidence: a diff of tiers.yaml")
+    record.add_argument("result", metavar="RESULT.json", type=Path, help="a record below results/")
+    record.add_argument(
+        "--status", choices=("works", "rejected", "blocked"), help="default: by the run and its comparison"
+    )
     for action in (diff, render):
         action.add_argument("--group", default="gpu", help="whose group_data, and so which ladder (default: gpu)")
         action.add_argument(
@@ -107,6 +128,122 @@ def diagnose_command(options: argparse.Namespace) -> int:
     answer = diagnose.as_json(found, options.log)
     print(json.dumps(answer, indent=1) if options.json else diagnose.report(found, options.log))
     return 2 if found.verdict == "unknown" else 0
+
+
+def _benchmark_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    judge = commands.add_parser(
+        "judge",
+        help="say whether an output file of sglang.bench_serving may be called a result (0), or not (2)",
+        description="Judge one file that sglang.bench_serving wrote with --output-details, by catalog/acceptance.yaml. "
+        "What was asked for is taken from the file where no option says it, so say at least --prompts. Exit code 0: "
+        "accepted; 2: rejected, a line for each rule it breaks; 1: the file cannot be read.",
+    )
+    judge.add_argument("raw", metavar="RAW.jsonl", type=Path)
+    for name, text in (
+        ("concurrency", "--max-concurrency of the run"),
+        ("prompts", "--num-prompts of the run"),
+        ("input-len", "tokens of each prompt"),
+        ("output-len", "tokens of each answer"),
+    ):
+        judge.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    judge.add_argument("--min-duration", type=float, default=1.0, metavar="S", help="shortest run, in s (default: 1)")
+    judge.add_argument("--json", action="store_true", help="print JSON")
+    compared = commands.add_parser(
+        "compare",
+        help="compare two benchmark runs",
+        description="Compare two runs of one host. Each is a record (a path below results/) or, with --host, a tier's "
+        "name: its latest accepted run. Exit code 0: the candidate is as fast as the reference or faster; 2: it is "
+        "slower, answers differently, or cannot be compared; 1: an error.",
+    )
+    compared.add_argument("candidate", metavar="CANDIDATE")
+    compared.add_argument("reference", metavar="REFERENCE", nargs="?", help="default: the ladder's first tier")
+    compared.add_argument("--host", help="whose runs tiers are looked for in, such as @local")
+    compared.add_argument("--results", type=Path, default=RESULTS, help="the folder of records (default: results/)")
+    compared.add_argument("--json", action="store_true", help="print JSON")
+    report = commands.add_parser("report", help="write one HTML file about all benchmark runs on record")
+    report.add_argument("--results", type=Path, default=RESULTS, help="the folder of records (default: results/)")
+    report.add_argument("--output", type=Path, default=Path("report.html"), help="default: report.html")
+    commands.add_parser("schema", help="write the JSON schema of benchmark records to docs/schema/")
+
+
+def judge_command(options: argparse.Namespace) -> int:
+    """Judge a raw file. Returns 0 accepted, 2 rejected."""
+    try:
+        text = options.raw.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise GpuwrightError(f"{options.raw} cannot be read: {error.strerror}") from None
+    asked = {name: getattr(options, name) for name in ("concurrency", "prompts", "input_len", "output_len")}
+    rules = load_catalogue().acceptance.rules
+    broken = judge_file(rules, text, asked, options.min_duration)
+    verdict = "rejected" if broken else "accepted"
+    if options.json:
+        print(json.dumps({"file": str(options.raw), "verdict": verdict, "broken": broken}, indent=1))
+    else:
+        print("\n".join([f"{options.raw}: {verdict}", *(f"  breaks {rule}" for rule in broken)]))
+    return 2 if broken else 0
+
+
+def compare_command(options: argparse.Namespace) -> int:
+    """Compare two runs. Returns 0 where the candidate is as fast or faster, else 2."""
+    records, _ = read_records(options.results)
+    candidate = _run(options.candidate, records, options.host)
+    named = options.reference or candidate.reference
+    path = Path(named)
+    reference = (
+        read_record(path)
+        if path.suffix == ".json"
+        else compare.reference_for(candidate, records, _tier(named, records))
+    )
+    if reference is None:
+        raise GpuwrightError(f"tier {named} has no other run on {candidate.inventory_host} in {shown(options.results)}")
+    found = compare.compare(reference, candidate, load_catalogue().acceptance.comparison)
+    print(json.dumps(compare.as_json(found), indent=1) if options.json else compare.report(found))
+    return 0 if found.passes else 2
+
+
+def _run(name: str, records: list[Record], host: str | None) -> Record:
+    """The record that a path or a tier's name means."""
+    if Path(name).suffix == ".json":
+        return read_record(Path(name))
+    _tier(name, records)
+    runs = [record for record in records if record.tier == name and record.verdict == "accepted"]
+    hosts = sorted({record.inventory_host for record in runs})
+    if host is not None:
+        runs = [record for record in runs if folder_name(record.inventory_host) == folder_name(host)]
+    elif len(hosts) > 1:
+        raise GpuwrightError(f"tier {name} was run on several hosts, so say which: --host " + " or --host ".join(hosts))
+    if not runs:
+        raise GpuwrightError(f"tier {name} has no accepted run" + (f" on {host}" if host else ""))
+    return runs[-1]
+
+
+def _tier(name: str, records: list[Record]) -> str:
+    names = {record.tier for record in records}
+    if name not in names:
+        hint = nearest(name, names) if names else "there is no record yet: deploy with smoke on"
+        raise GpuwrightError(f'no run of a tier "{name}" is on record; {hint}')
+    return name
+
+
+def record_command(options: argparse.Namespace) -> str:
+    """The diff that makes a run its tier's evidence."""
+    records, _ = read_records(RESULTS)
+    comparison = load_catalogue().acceptance.comparison
+    return evidence.proposal(read_record(options.result), records, comparison, options.status)
+
+
+def report_command(options: argparse.Namespace) -> int:
+    """Write the report. Returns 0."""
+    from gpuwright.report import write_report  # matplotlib, a second to import, and needed by nobody else
+
+    records, problems = read_records(options.results)
+    if not records:
+        raise GpuwrightError(f"{shown(options.results)} holds no record yet: deploy with smoke on")
+    write_report(records, problems, load_catalogue(), options.output)
+    print(f"wrote {shown(options.output)}: {len(records)} runs of {len({r.inventory_host for r in records})} hosts")
+    for problem in problems:
+        print(f"left out: {problem}", file=sys.stderr)
+    return 0
 
 
 def _patch_commands(parser: argparse.ArgumentParser) -> None:

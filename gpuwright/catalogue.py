@@ -11,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 from pydantic import Field
 
 from gpuwright import REPOSITORY
+from gpuwright.acceptance import Acceptance, acceptance_errors
 from gpuwright.diagnose import Signatures, signature_errors
 from gpuwright.errors import InputError, InputErrors, nearest
 from gpuwright.fields import DistributionName, EnvName, RequirementText, Sha256, Slug, SpecifierText
@@ -122,6 +123,7 @@ class Catalogue:
     flags: dict[str, dict[str, Flag]]
     rules: tuple[Rule, ...]
     signatures: Signatures
+    acceptance: Acceptance
     settings: tuple[Setting, ...] = ()
 
     def patches_for(self, versions: Mapping[str, str]) -> tuple[Patch, ...]:
@@ -153,6 +155,7 @@ def load_catalogue(catalog: Path = CATALOG, patches: Path = PATCHES) -> Catalogu
     written, in_tiers = load_yaml(catalog / "tiers.yaml", Tiers)
     rules, in_rules = load_yaml(catalog / "rules.yaml", Rules)
     signatures, in_signatures = load_yaml(catalog / "signatures.yaml", Signatures)
+    acceptance, in_acceptance = load_yaml(catalog / "acceptance.yaml", Acceptance)
     flags = {name: load_flags(flags_path(stack)) for name, stack in stacks.items()}
     engines = {name: f"{stack.engine}=={stack.engine_version}" for name, stack in stacks.items()}
     ladders, errors = resolve(written, in_tiers)
@@ -163,11 +166,19 @@ def load_catalogue(catalog: Path = CATALOG, patches: Path = PATCHES) -> Catalogu
     if not errors:  # a rule is judged over arguments that are right by themselves
         errors += broken_rules(ladders, in_tiers, rules.rules, engines)
     settings = {setting.id for setting in series.settings}
+    errors += acceptance_errors(acceptance, in_acceptance)
     errors += signature_errors(signatures, in_signatures, patch_ids, settings, {rule.id for rule in rules.rules})
     if errors:
         raise InputErrors(errors)
     return Catalogue(
-        stacks, ladders, tuple(series.patches), flags, tuple(rules.rules), signatures, tuple(series.settings)
+        stacks,
+        ladders,
+        tuple(series.patches),
+        flags,
+        tuple(rules.rules),
+        signatures,
+        acceptance,
+        tuple(series.settings),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from gpuwright.errors import InputError, InputErrors, Place, nearest
-from gpuwright.fields import EnvName
+from gpuwright.fields import EnvName, Slug
 from gpuwright.yamlfile import Loc, Row, describe, dotted, fields_at, shown
 
 STAGES = ("preflight", "system", "runtime", "patches", "model", "launchers", "service", "smoke")
@@ -50,16 +50,25 @@ class FolderModel(Row):
     path: NodePath
 
 
-class Smoke(Row):
-    """The smoke benchmark: concurrency levels, prompts per unit of concurrency, token counts per request."""
+class Profile(Row):
+    """A plan of load: levels of concurrency, each with fixed lengths in tokens, so many repeats after a discarded one.
 
-    levels: list[Annotated[int, Field(ge=1)]] = Field(default=[1, 10, 256, 1024], min_length=1)
-    prompts_per_concurrency: int = Field(default=4, ge=1)
+    A repeat sends `prompts_per_concurrency` times the level, and at least `min_prompts`. One shorter than
+    `min_duration_s` is rejected, one longer than `timeout_s` is stopped. `noise`: the least relative difference that is
+    called one, on top of what the repeats themselves show.
+    """
+
+    levels: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
+    input_len: int = Field(ge=1)
+    output_len: int = Field(ge=2)
+    prompts_per_concurrency: int = Field(default=4, ge=2)
     min_prompts: int = Field(default=8, ge=1)
-    input_len: int = Field(default=1024, ge=1)
-    output_len: int = Field(default=128, ge=2)
+    warmup_per_concurrency: int = Field(default=1, ge=1)
+    repeats: int = Field(default=3, ge=3)
     seed: int = 1
-    timeout_s: int = Field(default=1800, ge=10)
+    min_duration_s: float = Field(default=1.0, gt=0)
+    timeout_s: int = Field(default=3600, ge=10)
+    noise: float = Field(default=0.03, ge=0, lt=1)
 
 
 class Cluster(Row):
@@ -120,7 +129,10 @@ class HostData(Row):
     patches: Literal["series", "none"] = "series"
     patches_foreign: Literal["stop", "replace"] = "stop"
     smoke: Literal["once", "always", "never"] = "once"
-    smoke_benchmark: Smoke = Smoke()
+    profile: str = "smoke"
+    profiles: dict[Slug, Profile] = Field(min_length=1)
+    gate: str = "off"
+    canary_gate: Literal["on", "off"] = "on"
 
 
 def read_host_data(data: Mapping[str, Any], sources: Sources) -> HostData:

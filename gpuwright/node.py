@@ -9,12 +9,12 @@ from typing import Any
 
 from gpuwright import REPOSITORY
 from gpuwright.patches import Action, Decision, decide
-from gpuwright.smoke import PROMPT_TOKENS, PROMPTS, levels
+from gpuwright.smoke import levels, seeds
 from gpuwright.spec import NodeFile, NodeSpec
 from gpuwright.state import NodeState, SeenInterpreter
 
 NODE_SCRIPTS = REPOSITORY / "files" / "node"
-PARTS = {"patch_files": ("unidiff.py",), "keep_foreign": ("unidiff.py",)}
+PARTS = {"patch_files": ("unidiff.py",), "keep_foreign": ("unidiff.py",), "bench": ("raw_facts.py",)}
 LOCK_WAIT_S = 900
 LOCKED = 75
 
@@ -47,10 +47,11 @@ def locked(spec: NodeSpec, line: str) -> str:
 
 
 def run_script(
-    name: str, request: dict[str, Any], *, spec: NodeSpec | None = None, streamed: bool = False
+    name: str, request: dict[str, Any], *, spec: NodeSpec | None = None, streamed: bool = False, python: str = ""
 ) -> NodeCommand:
-    """Run a node script; under the node's lock where `spec` is given."""
-    line = f"{PYTHON} 2>&1" if streamed else PYTHON
+    """Run a node script; under the node's lock where `spec` is given. `python`: another command than the system's."""
+    python = python or PYTHON
+    line = f"{python} 2>&1" if streamed else python
     return NodeCommand(locked(spec, line) if spec else line, script(name, request), streamed)
 
 
@@ -288,28 +289,42 @@ def record_state(spec: NodeSpec, revision: str, at: str) -> list[NodeCommand]:
 def benchmark(spec: NodeSpec, run_id: str) -> NodeCommand:
     """Measure the running server; raw files and a summary stay on the node under results/raw/<run_id>."""
     request = {
-        "python": spec.python,
-        "env": spec.environment(spec.tier),
+        "device": spec.data.device,
         "address": spec.address,
         "port": spec.data.port,
         "model": spec.model_path,
         "root": spec.paths.root,
         "run_id": run_id,
-        "timeout_s": spec.data.smoke_benchmark.timeout_s,
-        "prompts": list(PROMPTS),
-        "prompt_tokens": PROMPT_TOKENS,
+        "timeout_s": spec.profile.timeout_s,
+        "probe": spec.acceptance.probe.model_dump(),
         "levels": [
             {
                 "concurrency": level.concurrency,
                 "about": level.about,
-                "argv": level.argv(spec.address, spec.data.port, spec.model_path),
+                "prompts": level.prompts,
+                "repeats": [
+                    {
+                        "number": number,
+                        "seed": seed,
+                        "discarded": number == 0,
+                        "argv": level.argv(spec.address, spec.data.port, spec.model_path, seed),
+                    }
+                    for number, seed in enumerate(seeds(spec.profile))
+                ],
             }
-            for level in levels(spec.data.smoke_benchmark)
+            for level in levels(spec.profile)
         ],
     }
-    return run_script("bench", request, spec=spec, streamed=True)
+    environment = [f"{name}={value}" for name, value in spec.environment(spec.tier).items()]
+    python = shlex.join(["env", "-i", *environment, spec.python, "-I", "-u", "-"])
+    return run_script("bench", request, spec=spec, streamed=True, python=python)
+
+
+def read_results(spec: NodeSpec, names: list[str]) -> NodeCommand:
+    """Fetch records by name, as one JSON: {name: text}."""
+    return run_script("read_files", {"folder": spec.paths.results, "names": names})
 
 
 def read_summary(spec: NodeSpec, run_id: str) -> NodeCommand:
-    """Fetch what `benchmark` left."""
-    return NodeCommand(f"cat {shlex.quote(f'{spec.paths.results}/raw/{run_id}/summary.json')}")
+    """Fetch what `benchmark` left, as one JSON: {"summary.json": text}."""
+    return run_script("read_files", {"folder": f"{spec.paths.results}/raw/{run_id}", "names": ["summary.json"]})

@@ -13,6 +13,7 @@ from gpuwright.preflight import problems, report
 from gpuwright.spec import NodeFile, NodeSpec, digest
 from gpuwright.state import NodeState
 
+CANARY = "preflight | ask the canary"
 PREFLIGHT = "preflight | check the node"
 FOLDERS = "system | create the node's folders"
 TOOLS = "runtime | install uv and supervisor"
@@ -29,6 +30,7 @@ SERVER = "service | run the active tier"
 PRUNE = "service | prune unused JIT caches"
 RECORD = "service | record the deployed state"
 SMOKE = "smoke | benchmark the active tier"
+GATE = "smoke | hold it against another tier"
 
 
 @dataclass(frozen=True)
@@ -464,14 +466,15 @@ def _record(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
 
 
 def _smoke(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
-    levels = ", ".join(str(level) for level in spec.data.smoke_benchmark.levels)
+    levels = ", ".join(str(level) for level in spec.profile.levels)
     if spec.data.smoke == "never" or spec.rank:  # of a cluster, rank 0 answers for all
         return
-    accepted = any(r.spec_digest == spec.spec_digest and r.verdict == "accepted" for r in state.results)
+    digests = (spec.spec_digest, spec.benchmark_digest)
+    accepted = [r for r in state.results if (r.spec_digest, r.benchmark_digest) == digests and r.verdict == "accepted"]
+    what = f"tier {spec.tier.name} by profile {spec.data.profile}, concurrency {levels}"
     if spec.data.smoke == "always":
-        yield Change(SMOKE, f"tier {spec.tier.name} at concurrency {levels}: asked for by smoke=always")
+        yield Change(SMOKE, f"{what}: asked for by smoke=always")
     elif not accepted:
-        what = f"tier {spec.tier.name} at concurrency {levels}"
         yield Change(SMOKE, what, f"an accepted result for spec {spec.spec_digest[:12]}", "none")
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jinja2
 from jinja2 import nodes
-from jinja2.sandbox import SandboxedEnvironment
 from packaging.requirements import Requirement
 from pydantic import Field
 
+from gpuwright import expressions
 from gpuwright.errors import InputError, nearest
 from gpuwright.fields import RequirementText, Slug
 from gpuwright.flags import Flag
@@ -45,18 +43,6 @@ class Rules(Row):
 NAMES = ("args", "env", "tp", "nodes", "model_type", "compute_capability", "device")
 
 
-@cache
-def _environment() -> SandboxedEnvironment:
-    environment = SandboxedEnvironment()
-    environment.tests["matching"] = lambda value, pattern: re.fullmatch(pattern, str(value)) is not None
-    return environment
-
-
-@cache
-def _compiled(expression: str) -> Callable[..., Any]:
-    return _environment().compile_expression(expression)
-
-
 def rule_errors(
     rules: Iterable[Rule], origin: Origin, engines: Mapping[str, str], flags: Mapping[str, Mapping[str, Flag]]
 ) -> list[InputError]:
@@ -64,7 +50,7 @@ def rule_errors(
 
     `engines`: "sglang==0.5.9" by stack; `flags`: the engine's flags by stack.
     """
-    errors, seen, environment = [], set(), _environment()
+    errors, seen = [], set()
     for index, rule in enumerate(rules):
         loc: Loc = ("rules", index)
         if rule.id in seen:
@@ -73,15 +59,9 @@ def rule_errors(
         covered = [stack for stack, pin in engines.items() if _covers(rule, pin)]
         known = {flag.replace("-", "_") for stack in covered for flag in flags[stack]}
         for key in ("when", "require"):
-            try:
-                tree = environment.parse("{{ " + getattr(rule, key) + " }}")
-                _compiled(getattr(rule, key))
-            except jinja2.TemplateSyntaxError as error:
-                errors.append(origin.error((*loc, key), f"is not an expression: {error.message}"))
-                continue
-            for name in sorted({node.name for node in tree.find_all(nodes.Name)} - set(NAMES)):
-                errors.append(origin.error((*loc, key), f'there is no "{name}"', nearest(name, NAMES)))
-            for node in tree.find_all(nodes.Getattr):
+            found, tree = expressions.problems(origin, (*loc, key), getattr(rule, key), NAMES)
+            errors += found
+            for node in tree.find_all(nodes.Getattr) if tree else ():
                 of = node.node
                 if isinstance(of, nodes.Name) and of.name == "args" and known and node.attr not in known:
                     problem = f"{rule.engine} has no argument {node.attr.replace('_', '-')}"
@@ -111,16 +91,11 @@ def broken(rules: Iterable[Rule], ladder: Ladder, tier: Tier, engine: str) -> li
     }
     waived = {**ladder.waive, **tier.waive}
 
-    def true(expression: str) -> bool:
-        return bool(_compiled(expression)(**context))
+    def kept(rule: Rule) -> bool:
+        concerns = expressions.holds(rule.when, context)
+        return concerns is False or bool(concerns and expressions.holds(rule.require, context))
 
-    def holds(rule: Rule) -> bool:
-        try:
-            return not true(rule.when) or true(rule.require)
-        except (jinja2.UndefinedError, TypeError, ArithmeticError):
-            return False
-
-    return [rule for rule in rules if rule.id not in waived and _covers(rule, engine) and not holds(rule)]
+    return [rule for rule in rules if rule.id not in waived and _covers(rule, engine) and not kept(rule)]
 
 
 def _written(rule: Rule, at: Loc, origin: Origin) -> Loc:

@@ -15,11 +15,12 @@ from typing import Any
 import jinja2
 
 from gpuwright import REPOSITORY
+from gpuwright.acceptance import Acceptance
 from gpuwright.catalogue import PATCHES, Catalogue, Patch, Setting, Stack, flags_path
 from gpuwright.diagnose import Signatures
 from gpuwright.errors import InputError, InputErrors, Place, nearest
 from gpuwright.flags import Flag, installed_proof
-from gpuwright.hostdata import SECRET_ARGS, STAGES, HostData, Sources, TinyModel, read_host_data
+from gpuwright.hostdata import SECRET_ARGS, STAGES, HostData, Profile, Sources, TinyModel, read_host_data
 from gpuwright.ladder import COMPILER_FLAGS, Ladder, Standing, Tier, standing
 from gpuwright.lockfile import TOOLS_LOCK, Lock, lock_path, read_lock
 from gpuwright.yamlfile import shown
@@ -158,6 +159,7 @@ class NodeSpec:
     patches: tuple[Patch, ...]
     flags: Mapping[str, Flag]
     signatures: Signatures
+    acceptance: Acceptance
     uncovered: tuple[Patch, ...] = ()
     series: tuple[Patch, ...] = ()
     settings: tuple[Setting, ...] = ()
@@ -198,11 +200,27 @@ class NodeSpec:
 
     @cached_property
     def spec_digest(self) -> str:
-        """Over everything declared for this node: a benchmark result belongs to exactly one of these."""
-        benchmark = self.data.smoke_benchmark.model_dump()
+        """Over everything that the server is: a benchmark result belongs to exactly one of these. How it is measured
+        has a digest of its own.
+        """
         files = [[file.path, file.sha256, file.mode] for file in self.scripts]
         model = self.data.model.model_dump()
-        return digest([self.runtime_digest, self.tools_lock.sha256, self.tier.name, files, model, benchmark])
+        return digest([self.runtime_digest, self.tools_lock.sha256, self.tier.name, files, model])
+
+    @property
+    def profile(self) -> Profile:
+        """The load that the smoke stage runs."""
+        return self.data.profiles[self.data.profile]
+
+    @cached_property
+    def benchmark_digest(self) -> str:
+        """Over what is asked of the server: the load, and the probe."""
+        return digest([self.profile.model_dump(exclude={"noise"}), self.acceptance.probe.model_dump()])
+
+    @property
+    def reference(self) -> Tier:
+        """The ladder's first tier, which the others are measured against."""
+        return self.ladder.tiers[0]
 
     @cached_property
     def cache(self) -> str:
@@ -440,6 +458,11 @@ def build_spec(
     ladder: Ladder = pick("ladder", values.ladder, catalogue.ladders, "there is no ladder")
     tiers = {tier.name: tier for tier in ladder.tiers}
     tier: Tier = pick("tier", values.tier, tiers, f"ladder {values.ladder} has no tier")
+    pick("profile", values.profile, values.profiles, "there is no profile")
+    if values.gate != "off":
+        pick("gate", values.gate, {"off": None, **tiers}, f"ladder {values.ladder} has no tier")
+        if values.smoke == "never" or "smoke" not in values.stages:
+            raise wrong("gate", "a gate judges the benchmark, which this run leaves out", "leave out `gate`")
     if ladder.stack != stack.name:
         raise wrong("ladder", f'ladder "{values.ladder}" is written for stack "{ladder.stack}", not "{stack.name}"')
     if values.python not in stack.pythons:
@@ -480,6 +503,7 @@ def build_spec(
         patches=patches,
         flags=catalogue.flags[stack.name],
         signatures=catalogue.signatures,
+        acceptance=catalogue.acceptance,
         uncovered=uncovered,
         series=catalogue.patches,
         settings=tuple(setting for setting in catalogue.settings if values.ladder in setting.ladders),

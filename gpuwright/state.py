@@ -108,17 +108,18 @@ class SeenServer(Seen):
 
 
 class SeenResult(Seen):
-    """A benchmark record that lies on the node."""
+    """A benchmark record that lies on the node. `benchmark_digest`: none in records of older versions."""
 
     file: str
     spec_digest: str
+    benchmark_digest: str | None
     verdict: str
 
 
 class NodeState(Seen):
     """Everything one observation says."""
 
-    version: Literal[2]
+    version: Literal[3]
     python: str
     uid: int
     machine: str

@@ -22,6 +22,10 @@ ready_timeout_s = 2700  # weights, cold JIT and graph capture together
 min_memory_gib = 64
 min_free_disk_gib = 15  # the stack takes about 10
 
+profile = "smoke"  # what the smoke stage runs: minutes; --data profile=full decides about a tier
+gate = "off"  # a tier of the ladder: a level slower than it beyond noise fails the host
+canary_gate = "on"  # other hosts get only what a host of group canary has a passing result for
+
 # How hosts are reached. A host key that is not in known_hosts is refused; add it with ssh-keyscan, after checking it.
 ssh_strict_host_key_checking = "yes"
 ssh_paramiko_connect_kwargs = {"transport_factory": make_transport}

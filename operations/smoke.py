@@ -1,30 +1,33 @@
-"""The smoke benchmark, judged; the only stage that may load the node."""
+"""The smoke benchmark, judged and compared; the only stage that may load the node."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
+from pyinfra import host as current  # type: ignore[attr-defined]
 from pyinfra import logger
-from pyinfra.api.command import FunctionCommand
+from pyinfra.api.command import FunctionCommand, StringCommand
 from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 
-from gpuwright import REPOSITORY, node
-from gpuwright.plan import SMOKE
-from gpuwright.results import dump, make_record, table
+from gpuwright import REPOSITORY, compare, gates, node
+from gpuwright.errors import GpuwrightError
+from gpuwright.plan import GATE, SMOKE
+from gpuwright.preflight import shell_failure
+from gpuwright.record import RESULTS, dump, folder_name, make_record, read_records, table
 from gpuwright.spec import NodeFile, NodeSpec
-from operations.stage import Commands, converge, revision, run
-
-RESULTS = REPOSITORY / "results"
+from gpuwright.state import last_line
+from operations.stage import Commands, converge, observed, revision, run
 
 
 @operation()
 def benchmark(spec: NodeSpec) -> Commands:
-    """Benchmark the active tier, once for each spec. Reads the observation; may run files/node/bench.py."""
+    """Benchmark the active tier, once for each spec and profile. Reads the observation; may run files/node/bench.py."""
     yield from converge(
         spec,
         SMOKE,
@@ -32,34 +35,82 @@ def benchmark(spec: NodeSpec) -> Commands:
         if spec.rank
         else "left out by smoke=never"
         if spec.data.smoke == "never"
-        else "this spec has an accepted result",
+        else f"this spec has an accepted result by profile {spec.data.profile}",
         lambda state, changes: [FunctionCommand(measure, (spec,), {})],
     )
 
 
+@operation()
+def gate(spec: NodeSpec) -> Commands:
+    """Hold the active tier's result against the tier that `gate` names. Reads the observation and results/; may fetch
+    records from the node. Fails the host where a level is slower beyond noise, or nothing can be compared.
+    """
+    if spec.data.gate == "off" or spec.rank:
+        current.noop("no gate is asked for" if spec.data.gate == "off" else "rank 0 answers for the cluster")
+        return
+    found = observed(spec)
+    here = {path.name for path in (RESULTS / folder_name(spec.host)).glob("*.json")}
+    absent = [each.file for each in found.results if each.file not in here] if found else []
+    if absent:
+        yield FunctionCommand(fetch, (spec, absent), {})
+    verdict = gates.tier_gate(spec, read_records(RESULTS)[0])
+    for line in verdict.text.splitlines():
+        current.log(line, logger.info)
+    if verdict.passed:
+        current.noop(f"not slower than tier {spec.data.gate}")
+    else:
+        yield StringCommand(shell_failure(f"{GATE}: {verdict.why}"))
+
+
 def measure(state: State, host: Host, spec: NodeSpec) -> bool:
-    """Run, judge, record on both sides, print the table. False when the result is rejected."""
+    """Run, judge, record on both sides, print the tables. False when the result is rejected."""
     run_id = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{spec.tier.name}-{spec.spec_digest[:8]}"
     if not run(host, node.benchmark(spec, run_id), print_output=True)[0]:
         return False
     fetched, text = run(host, node.read_summary(spec, run_id))
     if not fetched:
         return False
-    record = make_record(spec, json.loads(text), run_id, revision())
-    name = f"{run_id}.json"
-    kept, _ = run(host, node.write_files(spec, [NodeFile(f"{spec.paths.results}/{name}", dump(record))]))
+    summary = json.loads(json.loads(last_line(text))["summary.json"])
+    record = make_record(spec, summary, run_id, revision())
+    kept, _ = run(host, node.write_files(spec, [NodeFile(f"{spec.paths.results}/{run_id}.json", dump(record))]))
     if not kept:
         return False
-    local = RESULTS / spec.host.lstrip("@") / name
-    _write_local(local, dump(record))
-    for line in table(record).splitlines():
-        host.log(line, logger.info)
-    host.log(f"  record: {local.relative_to(REPOSITORY)}", logger.info)
-    return bool(record["verdict"] == "accepted")
+    append(record.path, dump(record))
+    _say(host, table(record))
+    _say(host, f"  record: {record.path.relative_to(REPOSITORY)}")
+    if spec.tier != spec.reference:
+        reference = compare.reference_for(record, read_records(RESULTS)[0], spec.reference.name)
+        if reference:
+            _say(host, compare.report(compare.compare(reference, record, spec.acceptance.comparison)))
+        else:
+            _say(host, f"  no run of tier {spec.reference.name} is on record to compare with")
+    return record.verdict == "accepted"
 
 
-def _write_local(path: Path, text: str) -> None:
+def fetch(state: State, host: Host, spec: NodeSpec, names: Iterable[str]) -> bool:
+    """Bring records that lie on the node alone to this machine."""
+    succeeded, text = run(host, node.read_results(spec, list(names)))
+    if not succeeded:
+        return False
+    for name, content in json.loads(last_line(text)).items():
+        append(RESULTS / folder_name(host.name) / name, content)
+    return True
+
+
+def append(path: Path, text: str) -> None:
+    """Add a record: whole, or not at all, and never in the place of another."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(f".{os.getpid()}.new")
     beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        if path.read_text(encoding="utf-8") != text:
+            raise GpuwrightError(f"{path} is there, and holds another record: records are never replaced") from None
+    finally:
+        beside.unlink()
+
+
+def _say(host: Host, text: str) -> None:
+    for line in text.splitlines():
+        host.log(line, logger.info)

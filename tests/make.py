@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import runpy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from gpuwright import REPOSITORY
 from gpuwright.catalogue import Catalogue, load_catalogue
 from gpuwright.hostdata import Sources
+from gpuwright.node_module import node_module
 from gpuwright.plan import runs_on
+from gpuwright.record import Record, make_record
+from gpuwright.smoke import Level, levels
 from gpuwright.spec import NodeSpec, build_spec
 from gpuwright.state import (
     NodeState,
@@ -69,7 +73,7 @@ STOPPED = SeenServer(
 def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
     """A fresh host that has what the stack needs and nothing of ours."""
     fields: dict[str, Any] = {
-        "version": 2,
+        "version": 3,
         "python": "3.12.3",
         "uid": 0,
         "machine": "x86_64",
@@ -145,7 +149,11 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
         model=model,
         caches=[spec.runtime_digest[:16]],
         state={"spec_digest": spec.spec_digest},
-        results=[SeenResult(file="r.json", spec_digest=spec.spec_digest, verdict="accepted")],
+        results=[
+            SeenResult(
+                file="r.json", spec_digest=spec.spec_digest, benchmark_digest=spec.benchmark_digest, verdict="accepted"
+            )
+        ],
         patched=final,
         manifest={
             p.file: {"pristine": p.pre_sha256, "post": p.post_sha256, "distribution": p.distribution}
@@ -159,3 +167,56 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
                 "health": 200}
     )  # fmt: skip
     return state.model_copy(update={"server": server} | changed)
+
+
+RAW_FACTS = node_module("raw_facts").raw_facts((REPOSITORY / "tests" / "unit" / "raw" / "honest-c4.jsonl").read_text())
+PROFILE = {"levels": [2, 8], "input_len": 64, "output_len": 32, "prompts_per_concurrency": 8, "min_duration_s": 0.1}
+
+
+def bench_spec(host: str = "@local", **data: Any) -> NodeSpec:
+    """A lab node with a small benchmark of two levels."""
+    return replace(lab_spec(**{"profiles": {"smoke": PROFILE}, **data}), host=host)
+
+
+def repeat(level: Level, number: int, tok_s: float, **facts: Any) -> dict[str, Any]:
+    """A repeat as files/node/bench.py reports it: the recorded honest one, at another level and throughput."""
+    asked = {"concurrency": level.concurrency, "input_len": level.input_len, "output_len": level.output_len}
+    honest = {
+        **RAW_FACTS,
+        **{f"told_{name}": value for name, value in asked.items()},
+        "requests": level.prompts,
+        "completed": level.prompts,
+        "mean_concurrency": 0.99 * level.concurrency,
+        "figures": {**RAW_FACTS["figures"], "output_tok_s": tok_s},
+    }
+    return {
+        "number": number, "seed": 1 + number, "discarded": number == 0, "exit_code": 0, "timed_out": False,
+        "seconds": 2.0, "raw": f"/r/c{level.concurrency}-r{number}.jsonl", "sha256": "0" * 64, "facts": honest | facts,
+    }  # fmt: skip
+
+
+def summary(spec: NodeSpec, tok_s: dict[int, list[float]] | None = None, **changed: Any) -> dict[str, Any]:
+    """What files/node/bench.py leaves of an honest run; `tok_s`: the kept repeats' throughput by concurrency."""
+    tok_s = tok_s or {2: [200.0, 202.0, 201.0], 8: [800.0, 810.0, 790.0]}
+    prompts = spec.acceptance.probe.prompts
+    answers = [{"text": f"answer {n}", "tokens": list(range(n, n + 32))} for n in range(len(prompts))]
+    probe = {"answers": answers, "other_ways": {"completions": {"text": "answer 0"}}}
+    return {
+        "started_at": "2026-11-30T10:00:00Z", "seconds": 30.0, "load_seconds": 25.0,
+        "levels": [
+            {
+                "concurrency": level.concurrency,
+                "repeats": [repeat(level, n, one) for n, one in enumerate([1.0, *tok_s[level.concurrency]])],
+            }
+            for level in levels(spec.profile)
+        ],
+        "before": probe, "after": probe, "processes_before": [1, 2], "processes_after": [1, 2], "xids": [],
+        "unobserved": [], "gpus": [], "driver": None, "model": {"path": "/m", "digest": "a" * 64},
+        "max_total_num_tokens": 20000, "max_running_requests": 4096, "server_version": "0.5.9",
+        "host": {"name": "lab", "cpu": "EPYC", "cpus": 2, "memory_gib": 24, "kernel": "6.1"},
+    } | changed  # fmt: skip
+
+
+def record(spec: NodeSpec, tok_s: dict[int, list[float]] | None = None, run: str = "run-1", **changed: Any) -> Record:
+    """The record of an honest run."""
+    return make_record(spec, summary(spec, tok_s, **changed), run, "abc")

@@ -1,108 +1,357 @@
-"""Measure the running server with sglang.bench_serving, one level after another, and keep everything raw.
+"""Measure the running server with sglang.bench_serving, level after level, and keep everything raw.
 
-REQUEST: python, env, address, port, model, root, run_id, timeout_s, levels [{"concurrency", "about", "argv"}], prompts,
-prompt_tokens.
+Runs in the venv's Python. REQUEST: address, port, root, run_id, model, device, timeout_s (of one repeat), probe
+{"tokens", "prompts"}, levels [{"concurrency", "about", "prompts", "repeats": [{"number", "seed", "discarded",
+"argv"}]}].
 Answers with facts only, in results/raw/<run_id>/summary.json; what they are worth is judged elsewhere.
 """
 
-import subprocess
-import urllib.error
-import urllib.request
+import ctypes
+import re
+import resource
+import runpy
+import shutil
+import signal
+import traceback
 
-FOLDER = os.path.join(REQUEST["root"], "results", "raw", REQUEST["run_id"])
+import requests  # the venv's: the engine depends on it
+
+RAW = os.path.join(REQUEST["root"], "results", "raw")
+FOLDER = os.path.join(RAW, REQUEST["run_id"])
+PART = FOLDER + ".part"  # a run that is killed leaves no folder that looks like a whole one
+FILES_BESIDE = 256  # open files that the client needs beside a socket per request
 
 
 def say(message):
     print(message, flush=True)
 
 
-def get(path, body=None, timeout=120):
-    """The JSON the server answers, or {"error": ...}."""
-    data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request("http://%s:%d%s" % (REQUEST["address"], REQUEST["port"], path), data, HEADERS)
+SERVER = requests.Session()
+SERVER.trust_env = False  # the server is here: no proxy has a part in it
+KEY = (read_json(os.path.join(REQUEST["root"], "run", "secrets.yaml")) or {}).get("api-key")
+if KEY:
+    SERVER.headers["Authorization"] = "Bearer " + KEY
+    os.environ["OPENAI_API_KEY"] = KEY  # which bench_serving sends to every backend
+
+
+def ask(path, body=None, stream=False):
+    """The JSON the server answers to `body` (a GET without one), or {"error": ...}. Streamed: a list of such."""
+    url = "http://%s:%d%s" % (REQUEST["address"], REQUEST["port"], path)
     try:
-        with DIRECT.open(request, timeout=timeout) as response:
-            return json.loads(response.read())
-    except (OSError, ValueError) as error:
-        return {"error": str(error)}
+        if body is None:
+            response = SERVER.get(url, timeout=60)
+        else:
+            response = SERVER.post(url, json=dict(body, stream=True) if stream else body, timeout=300, stream=stream)
+        if response.status_code != 200:
+            return {"error": "HTTP %d: %s" % (response.status_code, response.text[:200])}
+        if not stream:
+            return response.json()
+        lines = [line[len(b"data: ") :] for line in response.iter_lines() if line.startswith(b"data: ")]
+        return [json.loads(line) for line in lines if line != b"[DONE]"]
+    except (requests.RequestException, ValueError) as error:
+        return {"error": str(error)[:300]}
 
 
-def generate():
-    """The greedy continuation of every prompt: {"text"} or {"error"}."""
-    greedy = {"temperature": 0, "max_new_tokens": REQUEST["prompt_tokens"], "ignore_eos": True}
-    answers = [get("/generate", {"text": prompt, "sampling_params": greedy}) for prompt in REQUEST["prompts"]]
-    return [{"text": a["text"]} if "text" in a else {"error": str(a.get("error", a))[:300]} for a in answers]
+def text_of(answer, pick):
+    """The text that `pick` finds in an answer, or {"error"} where it finds none."""
+    try:
+        return {"text": pick(answer)}
+    except (KeyError, IndexError, TypeError):
+        return {"error": str(answer.get("error", answer) if isinstance(answer, dict) else answer)[:300]}
 
 
-def level(number, wanted):
-    """Run bench_serving once; the raw JSONL and its log stay in the run's folder."""
-    raw = os.path.join(FOLDER, "c%d.jsonl" % wanted["concurrency"])
-    log = os.path.join(FOLDER, "c%d.log" % wanted["concurrency"])
-    say("level %d of %d: concurrency %d, %s" % (number, len(REQUEST["levels"]), wanted["concurrency"], wanted["about"]))
-    command = [REQUEST["python"], "-m", "sglang.bench_serving", *wanted["argv"], "--output-file", raw]
-    begin, timed_out = time.time(), False
-    with open(log, "wb") as handle:
-        running = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=handle, stderr=subprocess.STDOUT, env=ENV, cwd=FOLDER
-        )
-        shown = begin
-        while running.poll() is None:
-            time.sleep(0.1)
-            if time.time() - begin > REQUEST["timeout_s"]:
-                running.kill()
-                timed_out = True
-            if time.time() - shown >= 10:
-                shown = time.time()
-                say("    %d s" % (shown - begin))
-    lines = []
-    if os.path.exists(raw):
-        with open(raw, encoding="utf-8") as handle:
-            lines = handle.read().splitlines()
-    if running.returncode:
-        with open(log, encoding="utf-8", errors="replace") as handle:
-            say("    bench_serving ended with exit code %d:\n%s" % (running.returncode, handle.read()[-1500:]))
+def native(prompt):
+    """The greedy answer of /generate: {"text", "tokens"} or {"error"}."""
+    greedy = {"temperature": 0, "max_new_tokens": REQUEST["probe"]["tokens"], "ignore_eos": True}
+    answer = ask("/generate", {"text": prompt, "sampling_params": greedy})
+    found = text_of(answer, lambda given: given["text"])
+    return dict(found, tokens=answer.get("output_ids", [])) if "text" in found else found
+
+
+def other_ways(prompt):
+    """The same prompt by the other ways in: {"generate, streamed", "completions", "completions, streamed"}."""
+    tokens = REQUEST["probe"]["tokens"]
+    greedy = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"model": REQUEST["model"], "prompt": prompt, "temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     return {
-        "concurrency": wanted["concurrency"],
-        "argv": command[1:],
-        "exit_code": running.returncode,
+        "generate, streamed": text_of(
+            ask("/generate", {"text": prompt, "sampling_params": greedy}, stream=True), lambda given: given[-1]["text"]
+        ),
+        "completions": text_of(ask("/v1/completions", body), lambda given: given["choices"][0]["text"]),
+        "completions, streamed": text_of(
+            ask("/v1/completions", body, stream=True),
+            lambda given: "".join(part["choices"][0]["text"] for part in given if part["choices"]),
+        ),
+    }
+
+
+def probe():
+    """What the server answers to every prompt, one at a time: natively on an empty cache; the first by every way in."""
+    ask("/flush_cache", {})
+    answers = [native(prompt) for prompt in REQUEST["probe"]["prompts"]]
+    return {"answers": answers, "other_ways": other_ways(REQUEST["probe"]["prompts"][0])}
+
+
+def raise_open_files(needed):
+    """Make room for `needed` open files, or end with what to do."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= needed:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard if hard == unlimited else max(hard, needed)))
+    except (ValueError, OSError):
+        fail(
+            "the benchmark needs %d open files, and this user may have %d\n    -> raise nofile in "
+            "/etc/security/limits.conf (or LimitNOFILE of sshd), or leave out the highest level" % (needed, hard)
+        )
+
+
+def nvidia_smi():
+    """([{index, name, ...} of every GPU], driver version, why nothing is known)."""
+    if REQUEST["device"] != "cuda":
+        return [], None, None
+    fields = "index,name,memory.total,power.limit,clocks.max.sm,clocks.sm,power.draw,temperature.gpu,driver_version"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=" + fields, "--format=csv,noheader,nounits"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], None, "nvidia-smi: %s" % error
+    rows = [line.split(", ") for line in done.stdout.decode("utf-8", "replace").splitlines()]
+    if done.returncode or not all(len(row) == 9 for row in rows):
+        return [], None, "nvidia-smi: %s" % done.stdout.decode("utf-8", "replace").strip()[:200]
+
+    def number(text):
+        try:
+            return float(text)
+        except ValueError:
+            return None  # [N/A], [Not Supported]
+
+    names = ("memory_mib", "power_limit_w", "max_sm_clock_mhz", "sm_clock_mhz", "power_w", "temperature_c")
+    gpus = [{"index": int(row[0]), "name": row[1], **dict(zip(names, map(number, row[2:8])))} for row in rows]
+    return gpus, rows[0][8] if rows else None, None
+
+
+def xids():
+    """(the kernel log's lines about GPU errors, why they cannot be read)."""
+    if REQUEST["device"] != "cuda":
+        return [], None
+    why = []
+    for command in (["dmesg"], ["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet"]):
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=30
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why.append("%s: %s" % (command[0], error))
+            continue
+        if not done.returncode and done.stdout:
+            lines = done.stdout.decode("utf-8", "replace").splitlines()
+            return [line.strip() for line in lines if "NVRM: Xid" in line], None
+        why.append("%s: %s" % (command[0], done.stderr.decode("utf-8", "replace").strip()[:100] or "says nothing"))
+    return None, "kernel log: " + "; ".join(why)
+
+
+def host():
+    """The machine, by what a person would want to see the same before comparing two runs."""
+    models = re.findall(r"^model name\s*: (.*)$", open("/proc/cpuinfo").read(), re.M)
+    with open("/proc/meminfo") as handle:
+        memory = int(handle.readline().split()[1]) * 1024
+    return {
+        "name": socket.gethostname(),
+        "cpu": models[0] if models else os.uname().machine,
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 1024**3),
+        "kernel": os.uname().release,
+    }
+
+
+def model():
+    """The model folder: a digest over names and sizes of its files, and over its config's content."""
+    path, rows = REQUEST["model"], []
+    for name in sorted(os.listdir(path)):
+        if os.path.isfile(os.path.join(path, name)):
+            rows.append([name, os.path.getsize(os.path.join(path, name))])
+    config = os.path.join(path, "config.json")
+    rows.append(sha256_of(config) if os.path.isfile(config) else None)
+    return {"path": path, "digest": hashlib.sha256(json.dumps(rows).encode()).hexdigest()}
+
+
+def preload():
+    """Import what bench_serving imports, once; every repeat is then a fork that runs it as `python -m` would."""
+    import sglang.bench_serving
+
+    del sys.modules["sglang.bench_serving"]
+
+
+def load(argv, log):
+    """Run bench_serving in a child: (pid). Its output goes to `log`; it dies with this process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for descriptor, of in ((0, os.open(os.devnull, os.O_RDONLY)), (1, handle), (2, handle)):
+            os.dup2(of, descriptor)
+        os.chdir(PART)
+        sys.argv = ["sglang.bench_serving", *argv]
+        runpy.run_module("sglang.bench_serving", run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def repeat(level, wanted, title):
+    """Run bench_serving once: its facts. The raw JSONL and its log stay in the run's folder."""
+    name = "c%d-r%d" % (level["concurrency"], wanted["number"])
+    raw, log = os.path.join(PART, name + ".jsonl"), os.path.join(PART, name + ".log")
+    begin = shown = time.time()
+    pid, timed_out, ended = load([*wanted["argv"], "--output-file", raw], log), False, 0
+    try:
+        while not ended:
+            time.sleep(0.05)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended and not timed_out and time.time() - begin > REQUEST["timeout_s"]:
+                timed_out = True
+                os.killpg(pid, signal.SIGKILL)
+            if not ended and time.time() - shown >= 30:
+                shown = time.time()
+                say("    %s: %d s, and at most %d" % (title, shown - begin, REQUEST["timeout_s"]))
+    finally:
+        if not ended:  # we are being ended: the load must not go on without us
+            os.killpg(pid, signal.SIGKILL)
+    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
+    text = ""
+    if os.path.exists(raw):
+        with open(raw, encoding="utf-8", errors="replace") as handle:
+            text = handle.read()
+    if code:
+        with open(log, encoding="utf-8", errors="replace") as handle:
+            say("    bench_serving ended with exit code %d:\n%s" % (code, handle.read()[-1500:]))
+    return {
+        "number": wanted["number"],
+        "seed": wanted["seed"],
+        "discarded": wanted["discarded"],
+        "exit_code": code,
         "timed_out": timed_out,
         "seconds": round(time.time() - begin, 3),
-        "raw": raw,
-        "lines": lines,
+        "raw": os.path.join(FOLDER, name + ".jsonl"),
+        "sha256": hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(),
+        "facts": raw_facts(text),
     }
+
+
+def left(levels, spent):
+    """About how long the rest takes, in s, by the levels run so far: {concurrency: [seconds of each repeat]}."""
+    waves = {level["concurrency"]: level["prompts"] / level["concurrency"] for level in levels}
+    known = [c for c in spent if spent[c]]
+    if not known:
+        return None
+    total = 0.0
+    for level in levels:
+        c, done = level["concurrency"], spent.get(level["concurrency"], [])
+        each = done[-1] if done else spent[known[-1]][-1] * waves[c] / waves[known[-1]]
+        total += each * (len(level["repeats"]) - len(done))
+    return total
+
+
+def duration(seconds):
+    return "%d s" % seconds if seconds < 90 else "%d min" % round(seconds / 60)
+
+
+def measure(levels):
+    spent = {}
+    for position, level in enumerate(levels, 1):
+        say("level %d of %d: concurrency %d, %s" % (position, len(levels), level["concurrency"], level["about"]))
+        of, runs = len(level["repeats"]) - 1, []
+        for wanted in level["repeats"]:
+            title = "warm-up repeat, discarded" if wanted["discarded"] else "repeat %d of %d" % (wanted["number"], of)
+            found = repeat(level, wanted, title)
+            runs.append(found)
+            spent.setdefault(level["concurrency"], []).append(found["seconds"])
+            figures = found["facts"].get("figures")
+            rest = left(levels, spent)
+            say(
+                "  concurrency %d, %s: %s in %s%s"
+                % (
+                    level["concurrency"],
+                    title,
+                    "%.1f output tok/s" % figures["output_tok_s"] if figures else "no figures",
+                    duration(found["seconds"]),
+                    "; about %s left" % duration(rest) if rest >= 1 else "",
+                )
+            )
+        yield {"concurrency": level["concurrency"], "repeats": runs}
 
 
 def main():
-    os.makedirs(FOLDER, exist_ok=True)
-    record = read_json(os.path.join(REQUEST["root"], "run", "server.json"))
-    before = server_processes(record)
     begin = time.time()
-    say("a deterministic generation first: %d prompts" % len(REQUEST["prompts"]))
-    generated_before = generate()
-    levels = [level(number, wanted) for number, wanted in enumerate(REQUEST["levels"], 1)]
-    generated_after = generate()
-    info = get("/server_info")
+    levels = REQUEST["levels"]
+    raise_open_files(max(level["concurrency"] for level in levels) + FILES_BESIDE)
+    for name in os.listdir(RAW) if os.path.isdir(RAW) else []:
+        if name.endswith(".part"):  # of a run that was killed: the node's lock is ours, so no run is going on
+            shutil.rmtree(os.path.join(RAW, name))
+    os.makedirs(PART)
+    record = read_json(os.path.join(REQUEST["root"], "run", "server.json"))
+    before, started_at = server_processes(record), now()
+    gpus, driver, unknown_gpus = nvidia_smi()
+    xids_before, _ = xids()
+    say("%d deterministic prompts first" % len(REQUEST["probe"]["prompts"]))
+    probe_before = probe()
+    say("loading bench_serving")
+    preload()
+    found = list(measure(levels))
+    probe_after = probe()
+    info = ask("/server_info")
+    states = info.get("internal_states") or [{}]
+    xids_after, unknown_xids = xids()
+    new = None
+    if xids_before is not None and xids_after is not None:
+        new = [line for line in xids_after if line not in xids_before]
+    dp = info.get("dp_size") or 1
+    tokens, running = info.get("max_total_num_tokens"), states[0].get("effective_max_running_requests_per_dp")
     summary = {
-        "started_at": now(),
+        "started_at": started_at,
         "seconds": round(time.time() - begin, 3),
-        "levels": levels,
-        "generated_before": generated_before,
-        "generated_after": generated_after,
+        "load_seconds": round(sum(run["seconds"] for level in found for run in level["repeats"]), 3),
+        "levels": found,
+        "before": probe_before,
+        "after": probe_after,
         "processes_before": before,
         "processes_after": server_processes(record),
-        "max_total_num_tokens": info.get("max_total_num_tokens"),
+        "xids": new,
+        "unobserved": [why for why in (unknown_gpus, unknown_xids) if why],
+        "gpus": gpus,
+        "driver": driver,
+        "model": model(),
+        "max_total_num_tokens": tokens * dp if tokens else None,
+        "max_running_requests": running * dp if running else None,
         "server_version": info.get("version"),
-        "host": {"name": socket.gethostname(), "cpus": os.cpu_count(), "kernel": os.uname().release},
+        "host": host(),
     }
-    write_json(os.path.join(FOLDER, "summary.json"), summary)
-    say("raw files are in %s" % FOLDER)
+    write_json(os.path.join(PART, "summary.json"), summary)
+    os.rename(PART, FOLDER)
+    say("raw files are in %s on the node" % FOLDER)
 
 
-ENV = {"PATH": "/usr/bin:/bin", "HOME": os.path.expanduser("~"), **REQUEST["env"]}
-KEY = (read_json(os.path.join(REQUEST["root"], "run", "secrets.yaml")) or {}).get("api-key")
-HEADERS = {"Content-Type": "application/json"}
-if KEY:
-    HEADERS["Authorization"] = "Bearer " + KEY
-    ENV["OPENAI_API_KEY"] = KEY  # which bench_serving sends to every backend
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is here: no proxy has a part in it
 main()

@@ -259,7 +259,9 @@ def results(path):
             record = read_json(os.path.join(path, name)) or {}
             digest, verdict = record.get("spec_digest"), record.get("verdict")
             if isinstance(digest, str) and isinstance(verdict, str):
-                found.append({"file": name, "spec_digest": digest, "verdict": verdict})
+                benchmark = record.get("benchmark_digest")
+                row = {"file": name, "spec_digest": digest, "verdict": verdict}
+                found.append(dict(row, benchmark_digest=benchmark if isinstance(benchmark, str) else None))
     return found
 
 
@@ -283,7 +285,7 @@ def main():
     patched = sorted(set(REQUEST["patched"]) | set(manifest))
     deep_cache = os.path.join(root, "run", "integrity.json") if REQUEST["deep"] else None
     answer = {
-        "version": 2,
+        "version": 3,
         "python": "%d.%d.%d" % sys.version_info[:3],
         "uid": os.geteuid(),
         "machine": os.uname().machine,

@@ -31,7 +31,7 @@ def core(command: PyinfraCommand) -> NodeCommand | PyinfraCommand:
 @pytest.fixture
 def collect() -> Iterator[Collect]:
     """collect(operation, spec, state): the exact commands an operation yields for a node in that state."""
-    state = State(Inventory((["@local"], {})), Config())
+    state = State(Inventory((["@local", "gpu-01"], {}), canary=(["gpu-01"], {})), Config())
     host = state.inventory.get_host("@local")
     stage._observations.clear()
 

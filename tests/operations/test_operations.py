@@ -6,9 +6,11 @@ import ast
 import json
 import logging
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ from gpuwright import plan as p
 from gpuwright.hostdata import Sources
 from gpuwright.node import NodeCommand
 from gpuwright.plan import runs_on
+from gpuwright.record import Record, dump, folder_name
 from gpuwright.spec import Member, NodeFile, NodeSpec, build_spec
 from gpuwright.state import SeenFile, SeenPort
 from operations import launchers, model, patches, preflight, runtime, service, smoke, system
 from operations.limit import require_match
-from tests.make import ROOT, catalogue, empty_state, gpu_spec, group_data, lab_spec, settled_state
+from tests.make import ROOT, bench_spec, catalogue, empty_state, gpu_spec, group_data, lab_spec, record, settled_state
 from tests.operations.conftest import Collect
 
 LAB = lab_spec()
@@ -39,6 +42,7 @@ CONFLICT = (
 UV = f"env UV_PYTHON_DOWNLOADS=never UV_NO_PROGRESS=1 UV_SYSTEM_CERTS=1 {ROOT}/tools/bin/uv"
 
 OPERATIONS = {
+    p.CANARY: preflight.ask_canary,
     p.PREFLIGHT: preflight.check_node,
     p.FOLDERS: system.create_folders,
     p.TOOLS: runtime.install_tools,
@@ -55,6 +59,7 @@ OPERATIONS = {
     p.PRUNE: service.prune_caches,
     p.RECORD: service.record,
     p.SMOKE: smoke.benchmark,
+    p.GATE: smoke.gate,
 }
 
 
@@ -304,8 +309,76 @@ def test_record(collect: Collect) -> None:
 def test_benchmark(collect: Collect) -> None:
     (command,) = collect(smoke.benchmark, LAB, EMPTY)
     assert isinstance(command, FunctionCommand) and command.function is smoke.measure
-    request = request_of(node.benchmark(LAB, "run-1"), "bench")
+    bench = node.benchmark(LAB, "run-1")
+    environment = [f"{name}={value}" for name, value in LAB.environment(LAB.tier).items()]
+    python = shlex.join(["env", "-i", *environment, f"{ROOT}/venv/bin/python", "-I", "-u", "-"])
+    assert bench.line == f"{LOCK}{python} 2>&1{CONFLICT}", "in the venv's Python, and no other benchmark beside it"
+    request = request_of(replace(bench, line=LOCK + node.PYTHON + CONFLICT), "bench")
     assert [level["concurrency"] for level in request["levels"]] == [1, 4, 10]
+    seeds = [(run["number"], run["seed"], run["discarded"]) for run in request["levels"][0]["repeats"]]
+    assert seeds == [(0, 1, True), (1, 2, False), (2, 3, False), (3, 4, False)]
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty results/ of the control machine."""
+    for module in (preflight, smoke):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def keep(folder: Path, *records: Record) -> None:
+    for each in records:
+        smoke.append(folder / folder_name(each.inventory_host) / f"{each.run}.json", dump(each))
+
+
+def test_a_host_outside_the_canaries_gets_nothing_that_no_canary_has_passed(
+    collect: Collect, results: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="pyinfra")
+    spec = bench_spec()
+    (command,) = collect(preflight.ask_canary, spec, empty_state(spec))
+    assert isinstance(command, NodeCommand) and command.line.endswith("exit 1")
+    assert "no canary host (gpu-01) has a passing result for spec" in caplog.text
+    keep(results, record(bench_spec("gpu-01"), run="r-canary"))
+    assert collect(preflight.ask_canary, spec, empty_state(spec)) == []
+
+
+def test_the_canary_gate_can_be_left_out_and_says_so(
+    collect: Collect, results: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="pyinfra")
+    spec = bench_spec(canary_gate="off")
+    assert collect(preflight.ask_canary, spec, empty_state(spec)) == []
+    assert "the canary gate is off: no canary host (gpu-01) has a passing result for spec" in caplog.text
+
+
+def test_a_host_that_has_the_spec_already_is_not_asked_about(collect: Collect, results: Path) -> None:
+    spec = bench_spec()
+    assert collect(preflight.ask_canary, spec, empty_state(spec, state={"spec_digest": spec.spec_digest})) == []
+
+
+def test_a_slower_tier_fails_the_host_each_time_it_is_asked(
+    collect: Collect, results: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="pyinfra")
+    spec = bench_spec(tier="no-radix", gate="baseline")
+    state = settled_state(spec, results=[])
+    keep(results, record(bench_spec(), run="r-base"), record(spec, run="r-1"))
+    assert collect(smoke.gate, spec, state) == []
+    slow = {2: [100.0, 101.0, 102.0], 8: [400.0, 405.0, 402.0]}
+    keep(results, record(spec, slow, run="r-2", started_at="2026-12-01T00:00:00Z"))
+    for _ in range(2):
+        (command,) = collect(smoke.gate, spec, state)
+        assert isinstance(command, NodeCommand) and "is slower than baseline at concurrency 2, 8" in command.line
+    assert "verdict: slower" in caplog.text
+
+
+def test_the_gate_fetches_what_lies_on_the_node_alone(collect: Collect, results: Path) -> None:
+    spec = bench_spec(tier="no-radix", gate="baseline")
+    fetch, refusal = collect(smoke.gate, spec, settled_state(spec))
+    assert isinstance(fetch, FunctionCommand) and (fetch.function, fetch.args) == (smoke.fetch, (spec, ["r.json"]))
+    assert isinstance(refusal, NodeCommand) and "has no accepted result by profile smoke to compare" in refusal.line
 
 
 @pytest.mark.parametrize(

@@ -204,3 +204,25 @@ def test_stages_may_be_written_with_commas() -> None:
 def test_the_nearest_name_prefers_swapped_letters() -> None:
     assert nearest("prot", ["root", "port", "bind"]) == 'did you mean "port"?'
     assert nearest("zzz", ["b", "a"]) == "there is: a, b"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"profile": "ful"}, '--data: profile: there is no profile "ful"\n    did you mean "full"?'),
+        ({"gate": "basline"}, '--data: gate: ladder lab-cpu has no tier "basline"\n    did you mean "baseline"?'),
+        (
+            {"gate": "baseline", "smoke": "never"},
+            "--data: gate: a gate judges the benchmark, which this run leaves out",
+        ),
+        (
+            {"gate": "baseline", "stages": "runtime"},
+            "--data: gate: a gate judges the benchmark, which this run leaves out",
+        ),
+    ],
+)
+def test_what_is_measured_and_judged_is_checked_before_any_host_is_touched(data: dict[str, str], said: str) -> None:
+    values = group_data("all", "lab") | data
+    with pytest.raises(InputErrors) as error:
+        build_spec("@local", values, catalogue(), Sources(data, []))
+    assert str(error.value).startswith(said)

@@ -275,6 +275,18 @@ def test_smoke_can_be_repeated_and_left_out() -> None:
     assert p.SMOKE not in steps(never, empty_state(never))
 
 
+def test_smoke_runs_once_for_each_spec_and_profile() -> None:
+    full = lab_spec(profile="full")
+    (change,) = plan(full, settled_state(LAB)).of(p.SMOKE)
+    assert str(change).startswith(
+        "tier baseline by profile full, concurrency 1, 4, 10, 32: expected an accepted result"
+    )
+    assert steps(full, settled_state(full)) == []
+    (seen,) = settled_state(LAB).results
+    for other in ({"verdict": "rejected"}, {"benchmark_digest": None}, {"spec_digest": "0" * 64}):
+        assert steps(LAB, settled_state(LAB, results=[seen.model_copy(update=other)])) == [p.SMOKE]
+
+
 def folder(edit: Callable[[dict[str, object]], None]) -> NodeState:
     state = settled_state(GPU)
     assert state.model is not None

@@ -27,9 +27,16 @@ def test_a_tier_changes_the_spec_alone() -> None:
     assert changed(gpu_spec(tier="ep8")) == [False, False, True]
 
 
-def test_a_port_and_a_benchmark_change_the_spec_alone() -> None:
+def test_a_port_and_a_model_change_the_spec_alone() -> None:
     assert changed(gpu_spec(port=30001)) == [False, False, True]
-    assert changed(gpu_spec(smoke_benchmark={"levels": [1]})) == [False, False, True]
+    assert changed(gpu_spec(model={"kind": "folder", "path": "/models/other"})) == [False, False, True]
+
+
+def test_how_it_is_measured_changes_the_benchmark_digest_alone() -> None:
+    full = gpu_spec(profile="full")
+    assert changed(full) == [False, False, False] and full.benchmark_digest != BASE.benchmark_digest
+    noisy = {"smoke": {**BASE.data.profiles["smoke"].model_dump(), "noise": 0.5}}
+    assert gpu_spec(profiles=noisy).benchmark_digest == BASE.benchmark_digest, "how it is judged is no load"
 
 
 def test_a_patch_changes_all() -> None:

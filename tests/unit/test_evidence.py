@@ -1,0 +1,119 @@
+"""`tiers record`: a run becomes evidence as a diff of tiers.yaml that keeps every comment and reads back."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpuwright.catalogue import CATALOG, load_catalogue
+from gpuwright.errors import GpuwrightError
+from gpuwright.evidence import proposal
+from gpuwright.ladder import standing
+from gpuwright.record import Record
+from tests.make import bench_spec, catalogue, gpu_spec, record
+
+RULES = catalogue().acceptance.comparison
+WRITTEN = (CATALOG / "tiers.yaml").read_text()
+
+
+def applied(tmp_path: Path, run: Record, records: list[Record], status: str | None = None) -> str:
+    """tiers.yaml after `git apply` of the proposal."""
+    diff = proposal(run, records, RULES, status)
+    target = tmp_path / "catalog" / "tiers.yaml"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(WRITTEN)
+    subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)
+    return target.read_text()
+
+
+def tier(text: str, ladder: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(t for t in yaml.safe_load(text)["ladders"][ladder]["tiers"] if t["name"] == name)
+    return found
+
+
+def test_an_accepted_run_makes_its_tier_work(tmp_path: Path) -> None:
+    spec = bench_spec(tier="no-radix")
+    base, run = record(bench_spec(), run="r-base"), record(spec, run="r-other")
+    text = applied(tmp_path, run, [base, run])
+    found = tier(text, "lab-cpu", "no-radix")
+    assert found["status"] == "works"
+    (evidence,) = found["evidence"]
+    assert evidence["seen"] == "2026-11-30" and evidence["result"] == "results/local/r-other.json"
+    assert evidence["versions"] == {name: spec.lock.versions[name] for name in ("sglang", "flashinfer-python", "torch")}
+    assert evidence["patch_set"] == spec.patch_set_digest[:16]
+    assert evidence["what"] == (
+        "accepted by profile smoke: output tok/s 201 at 2, 800 at 8; same: output tok/s against baseline x 1.00 at 2, "
+        "1.00 at 8"
+    )
+    diff = proposal(run, [base, run], RULES, None).splitlines()[2:]
+    assert [line for line in diff if line.startswith("-")] == [], "nothing that was written is lost"
+
+
+def test_the_catalogue_reads_the_evidence_and_the_tier_stands(tmp_path: Path) -> None:
+    spec = bench_spec(tier="no-radix")
+    text = applied(tmp_path, record(spec, run="r-other"), [])
+    for path in CATALOG.iterdir():
+        if path.name != "tiers.yaml":
+            (tmp_path / "catalog" / path.name).symlink_to(path)
+    read = load_catalogue(tmp_path / "catalog")
+    found = next(t for t in read.ladders["lab-cpu"].tiers if t.name == "no-radix")
+    assert (tmp_path / "catalog" / "tiers.yaml").read_text() == text
+    assert standing(found, spec.lock.versions, spec.patch_set_digest).status == "works"
+    assert standing(found, {**spec.lock.versions, "torch": "9"}, spec.patch_set_digest).status == "open"
+
+
+def test_a_slower_tier_is_proposed_as_rejected(tmp_path: Path) -> None:
+    base = record(bench_spec(), run="r-base")
+    slow = record(bench_spec(tier="no-radix"), {2: [50.0, 51.0, 52.0], 8: [90.0, 91.0, 92.0]}, run="r-other")
+    found = tier(applied(tmp_path, slow, [base]), "lab-cpu", "no-radix")
+    assert (
+        found["status"] == "rejected"
+        and "; slower: output tok/s against baseline x 0.25 at 2" in found["evidence"][0]["what"]
+    )
+    assert tier(applied(tmp_path, slow, [base], "works"), "lab-cpu", "no-radix")["status"] == "works"
+
+
+def test_evidence_is_added_to_what_a_tier_has(tmp_path: Path) -> None:
+    spec = gpu_spec(tier="piecewise", profiles={"smoke": bench_spec().profile.model_dump()})
+    gpu = {"index": 0, "name": "X", "memory_mib": 1.0, "power_limit_w": 600.0, "max_sm_clock_mhz": 2430.0,
+           "sm_clock_mhz": None, "power_w": None, "temperature_c": None}  # fmt: skip
+    run = record(spec, run="r-gpu", gpus=[gpu] * 8)
+    before, after = (
+        tier(WRITTEN, "glm5-nvfp4", "piecewise"),
+        tier(applied(tmp_path, run, []), "glm5-nvfp4", "piecewise"),
+    )
+    assert after["status"] == "works" and after["evidence"][:2] == before["evidence"] and len(after["evidence"]) == 3
+    assert after["note"] == before["note"]
+
+
+def test_a_rejected_run_is_no_evidence_unless_the_tier_is_blocked_by_it(tmp_path: Path) -> None:
+    run = record(bench_spec(tier="no-radix"), run="r-other", processes_after=[9])
+    with pytest.raises(GpuwrightError, match="is rejected, so no evidence that its tier works"):
+        proposal(run, [], RULES, None)
+    found = tier(applied(tmp_path, run, [], "blocked"), "lab-cpu", "no-radix")
+    assert found["status"] == "blocked"
+    assert found["evidence"][0]["what"].startswith(
+        "a benchmark by profile smoke was rejected: same-server: the server's"
+    )
+
+
+@pytest.mark.parametrize(
+    ("update", "said"), [({"tier": "x"}, 'no tier "x" any more'), ({"ladder": "y"}, 'no ladder "y"')]
+)
+def test_a_tier_that_is_gone(update: dict[str, str], said: str) -> None:
+    run = record(bench_spec(tier="no-radix"), run="r").model_copy(update=update)
+    with pytest.raises(GpuwrightError, match=said):
+        proposal(run, [], RULES, None)
+
+
+def test_every_tier_of_the_catalogue_can_be_added_to(tmp_path: Path) -> None:
+    """Whatever its layout: the last of the file, one with comments, one with evidence, a ladder with an anchor."""
+    run = record(bench_spec(), run="r")
+    for name, ladder in catalogue().ladders.items():
+        for each in ladder.tiers:
+            text = applied(tmp_path, run.model_copy(update={"ladder": name, "tier": each.name}), [])
+            assert tier(text, name, each.name)["status"] == "works"
