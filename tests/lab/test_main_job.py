@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+
+import jsonschema
 
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
 from gpuwright.catalogue import PATCHES, flags_path
 from gpuwright.flags import load_flags, read_flags
 from gpuwright.lockfile import lock_path, read_lock
+from gpuwright.record import SCHEMA
 from tests.lab.conftest import Lab, alive, children, ok, sha256
 from tests.make import catalogue
 
@@ -114,10 +119,21 @@ def test_the_deploy_ended_with_accepted_results_and_a_healthy_server(lab: Lab) -
     assert record["verdict"] == "accepted"
     assert [level["concurrency"] for level in record["levels"]] == [1, 4, 10]
     for level in record["levels"]:
-        lines = Path(level["raw"]).read_text().splitlines()
-        (raw,) = [json.loads(line) for line in lines]
-        assert raw["completed"] == level["prompts"] == len(raw["ttfts"]) and min(raw["ttfts"]) > 0
-        assert level["figures"]["output_throughput"] == raw["output_throughput"]
+        assert [run["discarded"] for run in level["repeats"]] == [True, False, False, False]
+        kept = []
+        for run in level["repeats"]:
+            path = Path(run["raw"])
+            (raw,) = [json.loads(line) for line in path.read_text().splitlines()]
+            assert sha256(path) == run["sha256"] and run["broken"] == []
+            assert raw["completed"] == level["prompts"] == len(raw["ttfts"]) and min(raw["ttfts"]) > 0
+            printed = re.search(
+                r"^Output token throughput \(tok/s\): +([0-9.]+)", path.with_suffix(".log").read_text(), re.M
+            )
+            assert printed and f"{run['figures']['output_tok_s']:.2f}" == printed.group(1), "what bench_serving printed"
+            kept += [] if run["discarded"] else [raw["output_throughput"]]
+        assert level["median"]["output_tok_s"] == statistics.median(kept)
+        assert level["spread"]["output_tok_s"] == [min(kept), max(kept)]
+    jsonschema.validate(record, json.loads(SCHEMA.read_text()))
     fetched = REPOSITORY / "results" / "local" / f"{record['run']}.json"
     assert json.loads(fetched.read_text()) == record
     fetched.unlink()

@@ -221,8 +221,8 @@ def test_an_api_key_is_asked_for_and_stands_nowhere_but_in_its_file(node: Lab) -
     key = "a-very-secret-key"
     os.environ["GPUWRIGHT_TEST_KEY"] = key
     secrets = json.dumps({"api-key": "env:GPUWRIGHT_TEST_KEY"})
-    small = json.dumps({"levels": [1], "min_prompts": 8, "input_len": 64, "output_len": 32})
-    run = ok(node.deploy("--data", f"secrets={secrets}", "--data", f"smoke_benchmark={small}"))
+    small = json.dumps({"smoke": {"levels": [1], "input_len": 64, "output_len": 32, "min_duration_s": 0.1}})
+    run = ok(node.deploy("--data", f"secrets={secrets}", "--data", f"profiles={small}"))
     assert run.changed == [p.LAUNCHERS, p.SERVER, p.RECORD, p.SMOKE], "bench_serving is let in"
     generate = ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}})
     assert get(node.port, *generate)[0] == 401 and get(node.port, *generate, key=key)[0] == 200
