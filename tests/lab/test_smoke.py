@@ -112,7 +112,7 @@ def loads(node: Lab) -> list[str]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                if str(node.root / "results" / "raw") in os.readlink(folder / "cwd"):
+                if str(node.root / "results" / "raw") in str((folder / "cwd").readlink()):
                     found.append(folder.name)
     return found
 
