@@ -8,6 +8,7 @@ against each of them. Last, one run by profile full. Records go to results/, as 
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -56,13 +57,12 @@ def main() -> None:
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     same = [measured("tier=baseline", restart=number % 2 == 1) for number in range(runs + 1)]
     slow = [measured("tier=one-at-a-time") for _ in range(3)]
-    told("A/A, each against the one before", [compare(a, b, RULES) for a, b in zip(same, same[1:], strict=False)])
+    told("A/A, each against the one before", [compare(a, b, RULES) for a, b in itertools.pairwise(same)])
     told("A/A, each against the first", [compare(same[0], b, RULES) for b in same[1:]])
     told("slow on purpose, each against each", [compare(a, b, RULES) for a in same for b in slow])
     full = measured("tier=baseline", "profile=full")
-    print(
-        f"profile full: {1 - full.load_seconds / full.seconds:.1%} of the run's {full.seconds:.0f} s outside bench_serving"
-    )
+    outside = 1 - full.load_seconds / full.seconds
+    print(f"profile full: {outside:.1%} of the run's {full.seconds:.0f} s were outside bench_serving")
 
 
 if __name__ == "__main__":

@@ -317,10 +317,10 @@ def read_record(path: Path) -> Record:
         raise GpuwrightError(f"{shown(path)} is no benchmark record of version 2: {where}: {detail['msg']}") from None
 
 
-def read_records(folder: Path) -> tuple[list[Record], list[str]]:
-    """(every record below a folder, oldest first; why the other JSON files are none)."""
+def read_records(folder: Path, *hosts: str) -> tuple[list[Record], list[str]]:
+    """(every record below a folder, or those of `hosts`, oldest first; why the other JSON files are none)."""
     records, problems = [], []
-    for path in sorted(folder.glob("*/*.json")):
+    for path in sorted(path for name in map(folder_name, hosts or "*") for path in folder.glob(f"{name}/*.json")):
         try:
             records.append(read_record(path))
         except GpuwrightError as error:

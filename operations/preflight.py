@@ -25,7 +25,7 @@ def ask_canary(spec: NodeSpec) -> Commands:
     if (found.state or {}).get("spec_digest") == spec.spec_digest:
         host.noop("nothing new would be deployed here")
         return
-    records = read_records(RESULTS)[0]
+    records = read_records(RESULTS, *canaries)[0]
     verdict = gates.canary_gate(spec, canaries, records, ())
     if not verdict.passed:
         verdict = gates.canary_gate(spec, canaries, records, _passed_on(spec, canaries))

@@ -53,7 +53,7 @@ def gate(spec: NodeSpec) -> Commands:
     absent = [each.file for each in found.results if each.file not in here] if found else []
     if absent:
         yield FunctionCommand(fetch, (spec, absent), {})
-    verdict = gates.tier_gate(spec, read_records(RESULTS)[0])
+    verdict = gates.tier_gate(spec, read_records(RESULTS, spec.host)[0])
     for line in verdict.text.splitlines():
         current.log(line, logger.info)
     if verdict.passed:
@@ -78,8 +78,8 @@ def measure(state: State, host: Host, spec: NodeSpec) -> bool:
     append(record.path, dump(record))
     _say(host, table(record))
     _say(host, f"  record: {record.path.relative_to(REPOSITORY)}")
-    if spec.tier != spec.reference:
-        reference = compare.reference_for(record, read_records(RESULTS)[0], spec.reference.name)
+    if spec.tier != spec.reference and spec.data.gate != spec.reference.name:  # which is said by the gate
+        reference = compare.reference_for(record, read_records(RESULTS, spec.host)[0], spec.reference.name)
         if reference:
             _say(host, compare.report(compare.compare(reference, record, spec.acceptance.comparison)))
         else:

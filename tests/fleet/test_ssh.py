@@ -9,13 +9,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
+from gpuwright.hostdata import Sources
+from gpuwright.spec import build_spec
 from tests import sshd
 from tests.lab.conftest import reason_to_skip
+from tests.make import catalogue, group_data
 
 REASON = reason_to_skip() or sshd.reason_to_skip()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -75,6 +79,32 @@ def test_a_converged_deploy_takes_at_most_8_commands(node: Node) -> None:
     assert changed(node.deploy(*STAGES)) == []
     used = node.sessions() - before
     assert 1 <= used <= 8, f"{used} SSH commands"
+
+
+def test_only_what_a_canary_has_passed_reaches_the_other_hosts(node: Node) -> None:
+    """One machine by two names, so that both hosts have the same spec; the canary tells of its result over SSH."""
+    key = (node.sshd.folder / "host.pub").read_text()
+    with node.sshd.known_hosts.open("a") as known:
+        known.write(f"[localhost]:{node.sshd.port} {key}")
+    data = node.sshd.data() | {"root": str(node.root), "port": 1024}
+    inventory = node.inventory.with_name("lab_two.py")
+    hosts = [("127.0.0.1", data), ("localhost", data)]
+    inventory.write_text(f"lab = {hosts!r}\ncanary = ['127.0.0.1']\n")
+    two = Node(node.root, inventory, node.sshd)
+    done = two.deploy(*STAGES)
+    assert done.returncode == 1
+    assert "[localhost]     ! no canary host (127.0.0.1) has a passing result for spec" in done.stderr
+    assert "--limit canary" in done.stderr and "[127.0.0.1]     !" not in done.stderr
+    off = two.deploy(*STAGES, "--data", "canary_gate=off")
+    assert off.returncode == 0 and "[localhost]     the canary gate is off: no canary host" in off.stderr
+    spec = build_spec("localhost", group_data("all", "lab") | data_of(data), catalogue(), Sources((), []))
+    result = {"spec_digest": spec.spec_digest, "benchmark_digest": "any", "verdict": "accepted"}
+    (node.root / "results" / "run.json").write_text(json.dumps(result))
+    assert changed(two.deploy(*STAGES)) == []
+
+
+def data_of(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if not name.startswith("ssh_")}
 
 
 def test_an_unknown_host_key_is_refused(node: Node) -> None:

@@ -647,3 +647,72 @@ def test_a_deploy_that_was_overtaken_leaves_the_server_alone(
         (tmp_path / "run" / "server.json").write_text(json.dumps(record))
     done = run("server", server_request(tmp_path, "stop", saw="earlier"))
     assert done.returncode == code and said in done.stdout and marked.poll() is None
+
+
+# --- bench
+
+
+def function_of(name: str, *functions: str) -> str:
+    """The source of some functions of a node script, which as a whole cannot be run here."""
+    tree = ast.parse((NODE_SCRIPTS / f"{name}.py").read_text())
+    return "\n".join(ast.unparse(n) for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in functions)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+@pytest.mark.parametrize(("needed", "code"), [(64, 0), (4000, 1)])
+def test_open_files_are_raised_as_far_as_the_user_may_and_else_refused_before_any_load(needed: int, code: int) -> None:
+    """The user may have 100 and has 10."""
+    source = (
+        "import resource, sys\n"
+        "def fail(message):\n    print(message)\n    sys.exit(1)\n"
+        f"{function_of('bench', 'raise_open_files')}\n"
+        f"raise_open_files({needed})\n"
+        f"assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == {needed}\n"
+    )
+    limits = "import resource, os, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (10, 100)); os.setuid(65534); "
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"{limits}exec(sys.argv[1])", source], capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    if code:
+        assert "the benchmark needs 4000 open files, and this user may have 100\n    -> raise nofile" in done.stdout
+
+
+H200 = "0, NVIDIA H200, 143771, 700.00, 1980, 345, 99.17, 34, 580.159.04\n"  # of a real one, 2026-11-30
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "gpus", "driver", "unknown"),
+    [
+        (H200, 0, [("NVIDIA H200", 143771.0, 700.0)], "580.159.04", None),
+        (H200.replace("700.00", "[N/A]"), 0, [("NVIDIA H200", 143771.0, None)], "580.159.04", None),
+        ("NVIDIA-SMI has failed\n", 9, [], None, "nvidia-smi: NVIDIA-SMI has failed"),
+        ("", 0, [], None, None),
+        ("garbage\n", 0, [], None, "nvidia-smi: garbage"),
+    ],
+)
+def test_what_nvidia_smi_says_of_the_gpus(
+    said: str, code: int, gpus: list[Any], driver: str | None, unknown: str | None, tmp_path: Path
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '%s' '{said}'\nexit {code}\n")
+    tool.chmod(0o755)
+    names: dict[str, Any] = {"REQUEST": {"device": "cuda"}, "subprocess": subprocess}
+    exec(function_of("bench", "nvidia_smi"), names)
+    before = os.environ["PATH"]
+    os.environ["PATH"] = f"{tmp_path}:{before}"
+    try:
+        found, version, why = names["nvidia_smi"]()
+    finally:
+        os.environ["PATH"] = before
+    assert [(gpu["name"], gpu["memory_mib"], gpu["power_limit_w"]) for gpu in found] == gpus
+    assert (version, why) == (driver, unknown)
+
+
+def test_the_time_left_is_told_from_the_waves_of_the_levels() -> None:
+    names: dict[str, Any] = {}
+    exec(function_of("bench", "left"), names)
+    levels = [{"concurrency": c, "prompts": p, "repeats": [0] * 4} for c, p in ((1, 8), (10, 20))]
+    assert names["left"](levels, {}) is None
+    assert names["left"](levels, {1: [8.0]}) == 3 * 8 + 4 * 2, "eight waves of a second, then two waves each"
+    assert names["left"](levels, {1: [8.0] * 4, 10: [5.0]}) == 15
