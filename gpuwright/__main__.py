@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from gpuwright import REPOSITORY, compare, diagnose, evidence, series, tiers
 from gpuwright.acceptance import judge_file
@@ -19,9 +20,17 @@ from gpuwright.record import RESULTS, SCHEMA, Record, folder_name, read_record, 
 from gpuwright.yamlfile import load_yaml, shown
 
 
+class Parser(argparse.ArgumentParser):
+    """One that ends with exit code 1 on wrong usage: 2 is a verdict here."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(1, f"{self.prog}: error: {message}\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0, 1 with the reason on stderr, or 2 where a command says so."""
-    parser = argparse.ArgumentParser(prog="python -m gpuwright", description=__doc__)
+    parser = Parser(prog="python -m gpuwright", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="read and cross-check the whole catalogue")
     for name, text in (
@@ -30,7 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("stacks", nargs="*", metavar="STACK", help="default: every stack of catalog/stacks/")
-    _tier_commands(commands.add_parser("tiers", help="print the ladders; compare two tiers; render a launch script"))
+    _tier_commands(
+        commands.add_parser("tiers", help="print the ladders; compare two tiers; render a script; add evidence")
+    )
     command = commands.add_parser("diagnose", help="say why a server ended, by its log")
     command.add_argument("log", metavar="LOGFILE", help="any log of an SGLang server; - for stdin")
     command.add_argument("--json", action="store_true", help="print JSON")
@@ -89,8 +100,13 @@ def _tier_commands(parser: argparse.ArgumentParser) -> None:
     render = actions.add_parser("render", help="print a tier's launch script as a node would get it")
     render.add_argument("tier", metavar="TIER")
     render.add_argument("--unit", action="store_true", help="print its systemd unit instead")
-    record = actions.add_parser("record", help="propose a benchmark run as a tier's evidence: a diff of tiers.yaml")
-    record.add_argument("result", metavar="RESULT.json", type=Path, help="a record below results/")
+    record = actions.add_parser(
+        "record",
+        help="propose a benchmark run as a tier's evidence: a diff of tiers.yaml",
+        description="Print a diff of catalog/tiers.yaml, for `git apply`, that adds a run to its tier's evidence and "
+        "sets the status. It is compared with the runs in the folder that it lies in.",
+    )
+    record.add_argument("result", metavar="RESULT.json", type=Path, help="a record, such as results/HOST/RUN.json")
     record.add_argument(
         "--status", choices=("works", "rejected", "blocked"), help="default: by the run and its comparison"
     )
@@ -130,7 +146,7 @@ def diagnose_command(options: argparse.Namespace) -> int:
     return 2 if found.verdict == "unknown" else 0
 
 
-def _benchmark_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _benchmark_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     judge = commands.add_parser(
         "judge",
         help="say whether an output file of sglang.bench_serving may be called a result (0), or not (2)",
@@ -151,16 +167,20 @@ def _benchmark_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
     compared = commands.add_parser(
         "compare",
         help="compare two benchmark runs",
-        description="Compare two runs of one host. Each is a record (a path below results/) or, with --host, a tier's "
-        "name: its latest accepted run. Exit code 0: the candidate is as fast as the reference or faster; 2: it is "
-        "slower, answers differently, or cannot be compared; 1: an error.",
+        description="Compare two runs of one host. Each is a record (a path) or a tier's name: its latest accepted run "
+        "(with --host where several hosts ran it). Exit code 0: the candidate was not seen slower than the reference; "
+        "2: it is slower, answers differently, or cannot be compared; 1: an error.",
     )
     compared.add_argument("candidate", metavar="CANDIDATE")
     compared.add_argument("reference", metavar="REFERENCE", nargs="?", help="default: the ladder's first tier")
     compared.add_argument("--host", help="whose runs tiers are looked for in, such as @local")
     compared.add_argument("--results", type=Path, default=RESULTS, help="the folder of records (default: results/)")
     compared.add_argument("--json", action="store_true", help="print JSON")
-    report = commands.add_parser("report", help="write one HTML file about all benchmark runs on record")
+    report = commands.add_parser(
+        "report",
+        help="write one HTML file about all benchmark runs on record",
+        description="Write one HTML file that loads nothing about every record. Exit code 0; 1: an error.",
+    )
     report.add_argument("--results", type=Path, default=RESULTS, help="the folder of records (default: results/)")
     report.add_argument("--output", type=Path, default=Path("report.html"), help="default: report.html")
     commands.add_parser("schema", help="write the JSON schema of benchmark records to docs/schema/")
@@ -185,7 +205,7 @@ def judge_command(options: argparse.Namespace) -> int:
 
 def compare_command(options: argparse.Namespace) -> int:
     """Compare two runs. Returns 0 where the candidate is as fast or faster, else 2."""
-    records, _ = read_records(options.results)
+    records = _records(options.results)
     candidate = _run(options.candidate, records, options.host)
     named = options.reference or candidate.reference
     path = Path(named)
@@ -220,30 +240,40 @@ def _run(name: str, records: list[Record], host: str | None) -> Record:
 def _tier(name: str, records: list[Record]) -> str:
     names = {record.tier for record in records}
     if name not in names:
-        hint = nearest(name, names) if names else "there is no record yet: deploy with smoke on"
+        hint = nearest(name, names) if names else "there is no record that can be read: deploy with smoke on"
         raise GpuwrightError(f'no run of a tier "{name}" is on record; {hint}')
     return name
 
 
 def record_command(options: argparse.Namespace) -> str:
     """The diff that makes a run its tier's evidence."""
-    records, _ = read_records(RESULTS)
-    comparison = load_catalogue().acceptance.comparison
-    return evidence.proposal(read_record(options.result), records, comparison, options.status)
+    record = read_record(options.result)
+    records = _records(options.result.resolve().parents[1])
+    return evidence.proposal(record, records, load_catalogue().acceptance.comparison, options.status)
 
 
 def report_command(options: argparse.Namespace) -> int:
     """Write the report. Returns 0."""
-    from gpuwright.report import write_report  # matplotlib, a second to import, and needed by nobody else
+    from gpuwright.report import number_of, write_report  # matplotlib, a second to import, and needed by nobody else
 
-    records, problems = read_records(options.results)
+    records, problems = _records(options.results), read_records(options.results)[1]
     if not records:
-        raise GpuwrightError(f"{shown(options.results)} holds no record yet: deploy with smoke on")
-    write_report(records, problems, load_catalogue(), options.output)
-    print(f"wrote {shown(options.output)}: {len(records)} runs of {len({r.inventory_host for r in records})} hosts")
+        raise GpuwrightError(f"{shown(options.results)} holds no record that can be read: deploy with smoke on")
+    try:
+        write_report(records, problems, load_catalogue(), options.output)
+    except OSError as error:
+        raise GpuwrightError(f"{options.output} cannot be written: {error.strerror}") from None
+    hosts = len({record.inventory_host for record in records})
+    print(f"wrote {shown(options.output)}: {number_of(len(records), 'run')} of {number_of(hosts, 'host')}")
+    return 0
+
+
+def _records(folder: Path) -> list[Record]:
+    """The records below a folder; what cannot be read is said on stderr."""
+    records, problems = read_records(folder)
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
-    return 0
+    return records
 
 
 def _patch_commands(parser: argparse.ArgumentParser) -> None:

@@ -18,12 +18,14 @@ Scope = Literal["repeat", "level", "run"]
 
 class AcceptanceRule(Row):
     """What must hold of every repeat, of a level, or of the run. `require` is a Jinja expression over the facts of
-    that scope, `found` the message when it does not hold. After a broken `decisive` one no other is judged.
+    that scope, `found` the message when it does not hold. After a broken `decisive` one no other is judged. A `timing`
+    rule the discarded repeat may break.
     """
 
     id: Slug
     of: Scope
     decisive: bool = False
+    timing: bool = False
     require: str
     found: str
     source: str
@@ -57,16 +59,18 @@ class Acceptance(Row):
 # The facts of each scope, by the names that a rule may use.
 FACTS: dict[Scope, tuple[str, ...]] = {
     "repeat": (
-        "timed_out", "seconds", "exit_code", "lines", "problem", "prompts", "concurrency", "input_len", "output_len",
-        "min_duration_s", "told_concurrency", "told_input_len", "told_output_len", "requests", "completed", "failed",
-        "first_failure", "unstreamed", "min_ttft_ms", "impossible", "overlong", "latency_p50_s", "duration_s",
-        "mean_concurrency", "generated", "listed", "retokenised", "output_lens", "input_lens", "filler",
-        "first_filler", "error_texts", "first_error_text", "distinct_texts", "untrue", "figures",
+        "timed_out", "seconds", "exit_code", "client_busy", "flushed", "queued", "prompts", "concurrency", "input_len",
+        "output_len", "min_duration_s", "lines", "problem", "told_concurrency", "told_input_len", "told_output_len",
+        "requests", "completed", "failed", "first_failure", "empty_texts", "unstreamed", "min_ttft_ms", "impossible",
+        "overlong", "latency_p50_s", "duration_s", "mean_concurrency", "generated", "listed", "retokenised",
+        "output_lens", "input_lens", "filler", "first_filler", "error_texts", "first_error_text", "distinct_texts",
+        "untrue", "figures",
     ),
-    "level": ("concurrency", "kept", "accepted"),
+    "level": ("concurrency", "kept", "accepted", "warm_up"),
     "run": (
-        "unanswered", "filler_answers", "changed_answers", "disagreeing", "processes_before", "processes_after",
-        "xids", "max_total_num_tokens", "gpus_stated", "gpus_seen",
+        "unanswered", "filler_answers", "changed_answers", "answers_kept", "disagreeing", "processes_before",
+        "processes_after", "server_version", "engine_version", "xids", "max_total_num_tokens", "gpus_stated",
+        "gpus_seen",
     ),
 }  # fmt: skip
 
@@ -110,4 +114,5 @@ def judge_file(
     told["prompts"] = facts.get("requests")
     known = {name: value for name, value in asked.items() if value is not None}
     run = {"timed_out": False, "exit_code": None, "seconds": None, "min_duration_s": min_duration_s}
-    return broken(rules, "repeat", {**facts, **run, **told, **known})
+    server = {"client_busy": None, "flushed": True, "queued": False}
+    return broken(rules, "repeat", {**facts, **run, **server, **told, **known})

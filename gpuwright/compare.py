@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gpuwright.acceptance import Comparison
-from gpuwright.record import LevelRecord, Record
+from gpuwright.record import LevelRecord, Record, prefix_share
 
-Verdict = Literal["faster", "same", "slower", "different answers", "not comparable"]
+LevelWord = Literal["faster", "same", "slower", "unresolved"]
+Verdict = Literal["faster", "same", "slower", "unresolved", "different answers", "not comparable"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Ratio:
 @dataclass(frozen=True)
 class LevelVerdict:
     """One level. Under fixed concurrency and lengths throughput is the inverse of a request's whole latency, so it
-    alone decides; TTFT and TPOT are shown to say where a difference comes from.
+    alone decides; TTFT and TPOT are shown to say where a difference comes from. `visible`: the least slowdown (a share
+    of the throughput) that this comparison would have called slower.
     """
 
     concurrency: int
@@ -39,28 +41,39 @@ class LevelVerdict:
     throughput: Ratio
     ttft: Ratio
     tpot: Ratio
-    verdict: Literal["faster", "same", "slower"]
+    verdict: LevelWord
+    visible: float
+
+    @property
+    def words(self) -> str:
+        """The verdict, and that a queue was measured."""
+        return self.verdict + (", queued" if self.queued else "")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A candidate against a reference. `differs`: what beside the tier is not the same; `agreement`: the mean share of
-    each answer, in tokens, that agrees with the reference's from its beginning; `missing`: levels not accepted in both.
+    """A candidate against a reference. `why`: what keeps them from being compared: conditions beside the tier that are
+    not the same, broken rules, levels that are not accepted in both. `agreement`: the mean share of each answer, in
+    tokens, that agrees with the reference's from its beginning.
     """
 
     reference: Record
     candidate: Record
-    differs: list[str]
+    why: list[str]
     levels: list[LevelVerdict]
-    missing: list[int]
     agreement: float | None
     verdict: Verdict
     noise: float
 
     @property
     def passes(self) -> bool:
-        """Whether a gate lets the candidate through: as fast as the reference at every level, with its answers."""
-        return self.verdict in ("faster", "same") and not self.missing
+        """Whether a gate lets the candidate through: seen slower at no level, with the reference's answers."""
+        return self.verdict in ("faster", "same", "unresolved")
+
+    @property
+    def visible(self) -> float:
+        """The least slowdown that would have been seen at every level, as a share; 0 without a level."""
+        return max((level.visible for level in self.levels), default=0.0)
 
 
 def ratio(reference: Sequence[float], candidate: Sequence[float], confidence: float) -> Ratio:
@@ -77,11 +90,15 @@ def ratio(reference: Sequence[float], candidate: Sequence[float], confidence: fl
     return Ratio(math.exp(interval.low), math.exp(mid), math.exp(interval.high))
 
 
-def judged(found: Ratio, noise: float) -> Literal["faster", "same", "slower"]:
-    """What a ratio of throughputs says: a difference only where the whole interval lies beyond the noise."""
+def judged(found: Ratio, noise: float) -> LevelWord:
+    """What a ratio of throughputs says. A difference: where the whole interval lies beyond the noise. The same: where
+    it lies within twice the noise. Else the repeats scatter too much to tell.
+    """
     if found.high < 1 - noise:
         return "slower"
-    return "faster" if found.low > 1 + noise else "same"
+    if found.low > 1 + noise:
+        return "faster"
+    return "same" if 1 - 2 * noise <= found.low and found.high <= 1 + 2 * noise else "unresolved"
 
 
 def conditions(record: Record) -> dict[str, Any]:
@@ -116,9 +133,14 @@ def differences(reference: Record, candidate: Record) -> list[str]:
 def _apart(one: Any, other: Any) -> str:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-        return ", ".join(f"{name} {one.get(name, 'absent')} and {other.get(name, 'absent')}" for name in names[:5])
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return ", ".join(f"{a} and {b}" for a, b in zip(one, other, strict=True) if a != b)
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        told = [f"{name} {one.get(name, 'absent')} and {other.get(name, 'absent')}" for name in names[:5]]
+        return ", ".join(told) + more
+    if isinstance(one, list) and isinstance(other, list):
+        if len(one) != len(other):
+            return f"{len(one)} and {len(other)}"
+        apart = dict.fromkeys(_apart(a, b) for a, b in zip(one, other, strict=True) if a != b)
+        return ", ".join(apart)  # eight GPUs with another power limit are told once
     return f"{one} and {other}"
 
 
@@ -127,40 +149,39 @@ def agreement(reference: Record, candidate: Record) -> float | None:
     answer repeats from its beginning; 1.0 where all are the same, None where they share no prompt.
     """
     theirs = {answer.prompt: answer.tokens for answer in reference.answers if answer.tokens}
-    shares = []
-    for answer in candidate.answers:
-        if answer.prompt in theirs:
-            expected = theirs[answer.prompt]
-            pairs = zip(expected, answer.tokens, strict=False)
-            first = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(answer.tokens)))
-            shares.append(first / len(expected))
+    shares = [prefix_share(theirs[a.prompt], a.tokens) for a in candidate.answers if a.prompt in theirs and a.tokens]
     return math.fsum(shares) / len(shares) if shares else None
 
 
 def compare(reference: Record, candidate: Record, rules: Comparison) -> Compared:
     """Judge a candidate by a reference run."""
     noise = float(candidate.load.get("noise", 0.0))
-    differs = differences(reference, candidate)
-    differs += [f"{which} run breaks {rule}" for which, run in (("reference", reference), ("candidate", candidate))
-                for rule in run.broken]  # fmt: skip
-    levels, missing = [], []
-    for each in candidate.levels:
-        one, other = reference.level(each.concurrency), candidate.level(each.concurrency)
-        if one is None or other is None:
-            missing.append(each.concurrency)
-        elif not differs:
-            levels.append(_level(one, other, rules.confidence, noise))
+    why = [f"other {what}" for what in differences(reference, candidate)]
+    for which, run in (("reference", reference), ("candidate", candidate)):
+        why += [f"the {which} run breaks {rule}" for rule in run.broken]
     answers = agreement(reference, candidate)
-    verdict: Verdict
-    if differs or not levels:
-        verdict = "not comparable"
-    elif answers is None or answers < rules.same_answers:
-        verdict = "different answers"
-    elif any(level.verdict == "slower" for level in levels):
-        verdict = "slower"
-    else:
-        verdict = "faster" if any(level.verdict == "faster" for level in levels) else "same"
-    return Compared(reference, candidate, differs, levels, missing, answers, verdict, noise)
+    if answers is None:
+        why.append("no answers are on record for the same prompts")
+    levels: list[LevelVerdict] = []
+    if not why:
+        for each in candidate.levels:
+            one, other = reference.level(each.concurrency), candidate.level(each.concurrency)
+            if one is None or other is None:
+                which = "candidate" if other is None else "reference"
+                why.append(f"the {which}'s level of concurrency {each.concurrency} is not accepted")
+            else:
+                levels.append(_level(one, other, rules.confidence, noise))
+    return Compared(reference, candidate, why, levels, answers, _verdict(why, levels, answers, rules), noise)
+
+
+def _verdict(why: list[str], levels: list[LevelVerdict], answers: float | None, rules: Comparison) -> Verdict:
+    if why or answers is None:
+        return "not comparable"
+    if answers < rules.same_answers:
+        return "different answers"
+    words = [level.verdict for level in levels]
+    order: tuple[LevelWord, ...] = ("slower", "faster", "unresolved", "same")
+    return next(word for word in order if word in words)
 
 
 def _level(one: LevelRecord, other: LevelRecord, confidence: float, noise: float) -> LevelVerdict:
@@ -176,15 +197,20 @@ def _level(one: LevelRecord, other: LevelRecord, confidence: float, noise: float
         of("ttft_mean_ms"),
         of("tpot_mean_ms"),
         judged(throughput, noise),
+        1 - (1 - noise) * throughput.mid / throughput.high,
     )
 
 
 def reference_for(candidate: Record, records: Iterable[Record], tier: str) -> Record | None:
-    """The latest run of `tier` on the candidate's host that can be compared with it; if none can, the latest at all."""
+    """The run of `tier` on the candidate's host to compare it with: the latest accepted one under equal conditions;
+    else the latest of those with some accepted level; else the latest at all, so that the comparison says what differs.
+    """
     runs = [r for r in records if r.inventory_host == candidate.inventory_host and r.tier == tier]
     runs = [r for r in runs if r.run != candidate.run and r.ladder == candidate.ladder]
-    usable = [r for r in runs if not r.broken and not differences(r, candidate) and any(x.accepted for x in r.levels)]
-    return max(usable or runs, key=lambda record: (record.started_at, record.run), default=None)
+    equal = [r for r in runs if not r.broken and not differences(r, candidate)]
+    whole = [r for r in equal if r.verdict == "accepted"]
+    partly = [r for r in equal if any(level.accepted for level in r.levels)]
+    return max(whole or partly or runs, key=lambda record: (record.started_at, record.run), default=None)
 
 
 def report(found: Compared) -> str:
@@ -192,21 +218,21 @@ def report(found: Compared) -> str:
     one, other = found.reference, found.candidate
     lines = [f"{other.inventory_host}: {other.tier} against {one.tier} ({other.run} against {one.run})"]
     if found.levels:
-        head = ("concurrency", "output tok/s", "TTFT", "TPOT", "verdict")
+        head = ("concurrency", "output tok/s", "TTFT", "TPOT", "slower shows from", "verdict")
         rows = [head]
         for level in found.levels:
-            verdict = level.verdict + (", queued" if level.queued else "")
-            figures = (str(level.throughput), str(level.ttft), str(level.tpot))
-            rows.append((str(level.concurrency), *figures, verdict))
+            figures = (str(level.throughput), str(level.ttft), str(level.tpot), f"-{level.visible:.0%}")
+            rows.append((str(level.concurrency), *figures, level.words))
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         lines += [
             "  " + "  ".join(c.rjust(w) for c, w in zip(r[:-1], widths, strict=False)) + "  " + r[-1] for r in rows
         ]
         lines.append(f"  ratios with their intervals; differences within {found.noise:.0%} count as noise")
-    lines += [f"  no accepted result on both sides at concurrency {level}" for level in found.missing]
     if found.agreement is not None:
-        lines.append(f"  answers agree with the reference's for {found.agreement:.0%} of their tokens")
-    lines += [f"  differs in {what}" for what in found.differs]
+        lines.append(
+            f"  answers agree with the reference's, from their beginning, for {found.agreement:.0%} of their tokens"
+        )
+    lines += [f"  not comparable: {what}" for what in found.why]
     lines.append(f"  verdict: {found.verdict}")
     return "\n".join(lines)
 
@@ -221,14 +247,14 @@ def as_json(found: Compared) -> dict[str, Any]:
         "reference": found.reference.run,
         "candidate": found.candidate.run,
         "verdict": found.verdict,
-        "differs": found.differs,
+        "passes": found.passes,
+        "why": found.why,
         "answers_agree": found.agreement,
         "noise": found.noise,
         "levels": [
             {"concurrency": level.concurrency, "queued": level.queued, "verdict": level.verdict,
-             "output_tok_s": interval(level.throughput), "ttft_mean_ms": interval(level.ttft),
-             "tpot_mean_ms": interval(level.tpot)}
+             "slower_shows_from": level.visible, "output_tok_s": interval(level.throughput),
+             "ttft_mean_ms": interval(level.ttft), "tpot_mean_ms": interval(level.tpot)}
             for level in found.levels
         ],
-        "missing": found.missing,
     }  # fmt: skip

@@ -15,7 +15,7 @@ from gpuwright.catalogue import CATALOG
 from gpuwright.compare import compare, reference_for
 from gpuwright.errors import GpuwrightError, nearest
 from gpuwright.ladder import Tiers
-from gpuwright.record import Record
+from gpuwright.record import Record, folder_name
 from gpuwright.yamlfile import Loc, line_of, load_yaml, read_yaml, shown
 
 TOLD = ("sglang", "flashinfer-python", "torch")  # what a tier's fate depends on, of the stack's distributions
@@ -28,30 +28,44 @@ def proposal(
     status: str | None,
     path: Path = CATALOG / "tiers.yaml",
 ) -> str:
-    """A unified diff that adds `record` to its tier's evidence and sets the status: the given one; else `works` for an
-    accepted run that is no slower than the reference tier's, and `rejected` for one that is.
+    """A unified diff that adds `record` to its tier's evidence and sets the status: the given one; else `works` where
+    it is the reference tier itself, or found as fast or faster; `rejected` where it is slower or answers differently;
+    where nobody can tell, the status it has, or `open` where that is `blocked`.
 
-    Raises GpuwrightError where the run is no evidence, or the ladder has no such tier any more.
+    Raises GpuwrightError where the run is no evidence for that, or is there already, or the ladder has no such tier.
     """
     if record.verdict == "rejected" and status != "blocked":
         raise GpuwrightError(
             f"{record.run} is rejected, so no evidence that its tier works; if the tier itself fails: --status blocked"
         )
-    what = _what(record)
-    settled = status or "works"
+    if record.verdict == "accepted" and status == "blocked":
+        raise GpuwrightError(
+            f"{record.run} is accepted: a tier that serves is not blocked; if not worth it: --status rejected"
+        )
+    what, settled = _what(record), status or ("works" if record.tier == record.reference else None)
     reference = reference_for(record, records, record.reference) if record.tier != record.reference else None
-    if reference is not None and record.verdict == "accepted":
-        found = compare(reference, record, rules)
-        if found.levels:
-            ratios = ", ".join(f"{level.throughput.mid:.2f} at {level.concurrency}" for level in found.levels)
-            what += f"; {found.verdict}: output tok/s against {reference.tier} x {ratios}"
-            if status is None and found.verdict in ("slower", "different answers"):
-                settled = "rejected"
+    if record.verdict == "accepted" and record.tier != record.reference:
+        if reference is None:
+            what += f"; no run of {record.reference} to compare with"
+        else:
+            found = compare(reference, record, rules)
+            what += f"; {found.verdict} against {reference.tier}"
+            if found.levels:
+                what += ": output tok/s x " + ", ".join(
+                    f"{level.throughput.mid:.2f} at {level.concurrency}{' (queued)' if level.queued else ''}"
+                    for level in found.levels
+                )
+            elif found.why:
+                what += f": {found.why[0]}"
+            settled = settled or _SETTLED.get(found.verdict)
     written = path.read_text(encoding="utf-8")
     changed = _changed(written, path, record, settled, what)
     name = shown(path)
     diff = difflib.unified_diff(written.splitlines(True), changed.splitlines(True), f"a/{name}", f"b/{name}")
     return "".join(diff)
+
+
+_SETTLED = {"faster": "works", "same": "works", "slower": "rejected", "different answers": "rejected"}
 
 
 def _what(record: Record) -> str:
@@ -62,7 +76,7 @@ def _what(record: Record) -> str:
     return f"accepted by profile {record.profile}: output tok/s {at}"
 
 
-def _changed(text: str, path: Path, record: Record, status: str, what: str) -> str:
+def _changed(text: str, path: Path, record: Record, settled: str | None, what: str) -> str:
     """The file with the evidence in it: comments and order stay, so it is lines that are put in."""
     value, lines = read_yaml(path)
     load_yaml(path, Tiers)  # a file that is wrong already is not added to
@@ -77,6 +91,10 @@ def _changed(text: str, path: Path, record: Record, status: str, what: str) -> s
         )
     index = names.index(record.tier)
     tier: dict[str, Any] = tiers[index]
+    known = tier.get("status", "open")
+    status = settled or ("open" if known == "blocked" else known)
+    if any(record.run in str(each.get("result", "")) for each in tier.get("evidence", [])):
+        raise GpuwrightError(f"{record.run} is evidence of tier {record.tier} already")
     at: Loc = ("ladders", record.ladder, "tiers", index)
     rows = text.splitlines()
     first = line_of(lines, at) or 1
@@ -126,7 +144,7 @@ def _entry(record: Record, what: str, indent: str) -> list[str]:
         "what": what,
         "versions": versions,
         "patch_set": record.patch_set_digest[:16],
-        "result": shown(record.path),
+        "result": f"results/{folder_name(record.inventory_host)}/{record.run}.json",
     }
     lines = []
     for number, (key, value) in enumerate(row.items()):

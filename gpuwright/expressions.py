@@ -23,6 +23,11 @@ def _environment() -> SandboxedEnvironment:
 
 
 @cache
+def _strict() -> jinja2.Environment:
+    return _environment().overlay(undefined=jinja2.StrictUndefined)
+
+
+@cache
 def _compiled(expression: str) -> Callable[..., Any]:
     return _environment().compile_expression(expression)
 
@@ -38,7 +43,7 @@ def holds(expression: str, facts: Mapping[str, Any]) -> bool | None:
 def filled(message: str, facts: Mapping[str, Any]) -> str:
     """A message with the facts in it; itself as it is written where one is not there."""
     try:
-        return _environment().from_string(message).render(**facts)
+        return _strict().from_string(message).render(**facts)
     except (jinja2.UndefinedError, TypeError, ArithmeticError, ValueError):
         return message
 

@@ -25,11 +25,14 @@ def tier_gate(spec: NodeSpec, records: Sequence[Record]) -> Gated:
     if tier == spec.tier.name:
         return Gated(True)
     own = [r for r in records if r.inventory_host == spec.host and (r.spec_digest, r.benchmark_digest) == wanted]
-    own = [record for record in own if record.verdict == "accepted"]
-    if not own:
+    candidate = _latest(own)
+    if candidate is None or candidate.verdict != "accepted":
         return Gated(False, f"tier {spec.tier.name} has no accepted result by profile {spec.data.profile} to compare")
-    candidate = max(own, key=lambda record: record.started_at)
     return _against(spec, candidate, records)
+
+
+def _latest(records: Iterable[Record]) -> Record | None:
+    return max(records, key=lambda record: (record.started_at, record.run), default=None)
 
 
 def _against(spec: NodeSpec, candidate: Record, records: Iterable[Record]) -> Gated:
@@ -39,25 +42,32 @@ def _against(spec: NodeSpec, candidate: Record, records: Iterable[Record]) -> Ga
         hint = f"deploy it once first: --data tier={tier} --data profile={candidate.profile}"
         return Gated(False, f"tier {tier} has no result on {candidate.inventory_host} to compare with; {hint}")
     found = compare(reference, candidate, spec.acceptance.comparison)
+    text = report(found)
+    if found.verdict == "unresolved":
+        text += (
+            f"\n  the gate lets it through, but could have seen only a slowdown of {found.visible:.0%} or more: the "
+            "repeats scatter; more `repeats`, or profile=full, see more"
+        )
     if found.passes:
-        return Gated(True, text=report(found))
+        return Gated(True, text=text)
     at = ", ".join(str(level.concurrency) for level in found.levels if level.verdict == "slower")
     why = {
         "slower": f"tier {candidate.tier} is slower than {tier} at concurrency {at}",
         "different answers": f"tier {candidate.tier} answers differently from {tier}",
-        "not comparable": f"tier {candidate.tier} cannot be compared with {tier}: " + "; ".join(found.differs[:3]),
-    }.get(found.verdict, f"tier {candidate.tier} and {tier} do not have all levels accepted")
-    return Gated(False, why, report(found))
+    }.get(found.verdict, f"tier {candidate.tier} cannot be compared with {tier}: " + "; ".join(found.why[:3]))
+    return Gated(False, why, text)
 
 
 def canary_gate(spec: NodeSpec, canaries: Sequence[str], records: Sequence[Record], passed_on: Sequence[str]) -> Gated:
     """Whether a host outside the canaries may be brought to this spec.
 
-    `records`: those of this machine; `passed_on`: canaries of this run that tell of an accepted result for it
-    themselves. With a tier gate, the canary's result must pass that too, which only its record can show.
+    `records`: those of this machine, of which the latest of each canary for this spec counts; `passed_on`: canaries of
+    this run whose own latest result for it is accepted. With a tier gate, the canary's result must pass that too, which
+    only its record can show.
     """
-    passing = [r for r in records if r.inventory_host in canaries and r.spec_digest == spec.spec_digest]
-    passing = [record for record in passing if record.verdict == "accepted"]
+    own = [r for r in records if r.spec_digest == spec.spec_digest]
+    latest = [_latest(r for r in own if r.inventory_host == canary) for canary in canaries]
+    passing = [record for record in latest if record is not None and record.verdict == "accepted"]
     if spec.data.gate not in ("off", spec.tier.name):
         judged = [_against(spec, record, records) for record in passing]
         if any(each.passed for each in judged):
@@ -69,5 +79,6 @@ def canary_gate(spec: NodeSpec, canaries: Sequence[str], records: Sequence[Recor
     return Gated(
         False,
         f"no canary host ({', '.join(canaries)}) has a passing result for spec {spec.spec_digest[:12]}, tier "
-        f"{spec.tier.name}\n    -> deploy there first: --limit canary; to go on without: --data canary_gate=off",
+        f"{spec.tier.name}\n    -> deploy there first: --limit canary; to go on without: --data canary_gate=off\n"
+        "    -> a host with a bind, port, root or model path of its own has a spec of its own, which no canary has",
     )

@@ -61,7 +61,7 @@ class Profile(Row):
     levels: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
     input_len: int = Field(ge=1)
     output_len: int = Field(ge=2)
-    prompts_per_concurrency: int = Field(default=4, ge=2)
+    prompts_per_concurrency: int = Field(default=5, ge=2)
     min_prompts: int = Field(default=8, ge=1)
     warmup_per_concurrency: int = Field(default=1, ge=1)
     repeats: int = Field(default=3, ge=3)

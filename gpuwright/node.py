@@ -286,9 +286,15 @@ def record_state(spec: NodeSpec, revision: str, at: str) -> list[NodeCommand]:
     return [write_files(spec, [NodeFile(f"{spec.paths.root}/state.json", text + "\n")])]
 
 
-def benchmark(spec: NodeSpec, run_id: str) -> NodeCommand:
-    """Measure the running server; raw files and a summary stay on the node under results/raw/<run_id>."""
+def benchmark(spec: NodeSpec, run_id: str, runs_on: dict[str, str]) -> NodeCommand:
+    """Measure the running server; raw files and a summary stay on the node under results/raw/<run_id>.
+
+    `runs_on`: what the server must have been started on (plan.runs_on); another is not measured.
+    """
     request = {
+        "tier": spec.tier.name,
+        "runs_on": runs_on,
+        "gpus": spec.gpus_here,
         "device": spec.data.device,
         "address": spec.address,
         "port": spec.data.port,
@@ -302,6 +308,7 @@ def benchmark(spec: NodeSpec, run_id: str) -> NodeCommand:
                 "concurrency": level.concurrency,
                 "about": level.about,
                 "prompts": level.prompts,
+                "sockets": max(level.concurrency, level.warmups),
                 "repeats": [
                     {
                         "number": number,
@@ -309,7 +316,7 @@ def benchmark(spec: NodeSpec, run_id: str) -> NodeCommand:
                         "discarded": number == 0,
                         "argv": level.argv(spec.address, spec.data.port, spec.model_path, seed),
                     }
-                    for number, seed in enumerate(seeds(spec.profile))
+                    for number, seed in enumerate(seeds(spec.profile, level))
                 ],
             }
             for level in levels(spec.profile)

@@ -469,6 +469,11 @@ def _smoke(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[C
     levels = ", ".join(str(level) for level in spec.profile.levels)
     if spec.data.smoke == "never" or spec.rank:  # of a cluster, rank 0 answers for all
         return
+    deployed = (state.state or {}).get("spec_digest") == spec.spec_digest and not server_actions(spec, state)
+    if not deployed and not _has(before, SERVER, RECORD):
+        what = f"the server that runs is not tier {spec.tier.name} as it is declared, so it is not measured"
+        yield Change(SMOKE, f"{what}\n    -> run the other stages too: leave out --data stages=…", blocked=True)
+        return
     digests = (spec.spec_digest, spec.benchmark_digest)
     accepted = [r for r in state.results if (r.spec_digest, r.benchmark_digest) == digests and r.verdict == "accepted"]
     what = f"tier {spec.tier.name} by profile {spec.data.profile}, concurrency {levels}"

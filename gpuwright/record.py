@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +15,11 @@ from gpuwright import REPOSITORY
 from gpuwright.acceptance import broken
 from gpuwright.errors import GpuwrightError
 from gpuwright.node_module import node_module
-from gpuwright.smoke import levels
+from gpuwright.smoke import Level, levels
 from gpuwright.spec import NodeSpec
 from gpuwright.yamlfile import shown
 
-RESULTS = REPOSITORY / "results"
+RESULTS = Path(os.environ.get("GPUWRIGHT_RESULTS") or REPOSITORY / "results")
 SCHEMA = REPOSITORY / "docs" / "schema" / "benchmark-record-2.json"
 
 
@@ -55,8 +56,9 @@ class Repeat(Part):
     accepted: bool
     broken: list[str]
     seconds: float = Field(description="wall time of the load generator, its start and warm-ups included")
+    client_busy: float = Field(description="its CPU time over its wall time; it works in one thread")
     raw: str
-    sha256: str = Field(description="of the raw file")
+    sha256: str | None = Field(description="of the raw file, if it wrote one")
     figures: Figures | None
 
 
@@ -129,6 +131,7 @@ class Record(Part):
     verdict: Literal["accepted", "rejected"]
     broken: list[str]
     unobserved: list[str] = Field(description="what could not be read on the node, with the reason")
+    ended_early: str | None = Field(description="why levels or repeats are missing")
     started_at: str
     seconds: float
     load_seconds: float = Field(description="of it, in bench_serving")
@@ -177,16 +180,14 @@ def folder_name(host: str) -> str:
     return host.lstrip("@").replace("/", "_")
 
 
-def make_record(spec: NodeSpec, summary: Mapping[str, Any], run_id: str, revision: str) -> Record:
-    """The record of a run that files/node/bench.py summed up, judged."""
+def make_record(
+    spec: NodeSpec, summary: Mapping[str, Any], run_id: str, revision: str, packages: Mapping[str, str]
+) -> Record:
+    """The record of a run that files/node/bench.py summed up, judged. `packages`: the versions found in the venv."""
     rules = spec.acceptance.rules
-    judged = [
-        _level(spec, level, found["repeats"], summary)
-        for level, found in zip(levels(spec.profile), summary["levels"], strict=True)
-    ]
-    gpus_stated = spec.ladder.tp if spec.data.device == "cuda" else 0
-    here = gpus_stated // spec.ladder.nodes
-    run_broken = broken(rules, "run", _run_facts(spec, summary, here))
+    runs = {found["concurrency"]: found["repeats"] for found in summary["levels"]}
+    judged = [_level(spec, level, runs.get(level.concurrency, []), summary) for level in levels(spec.profile)]
+    run_broken = broken(rules, "run", _run_facts(spec, summary))
     prompts, answers = spec.acceptance.probe.prompts, summary["before"]["answers"]
     base = spec.reference
     return Record.model_validate({
@@ -195,13 +196,14 @@ def make_record(spec: NodeSpec, summary: Mapping[str, Any], run_id: str, revisio
         "verdict": "accepted" if not run_broken and all(level.accepted for level in judged) else "rejected",
         "broken": run_broken,
         **{key: summary[key] for key in _AS_OBSERVED},
+        "unobserved": [*summary["unobserved"], *_unstable(spec, summary)],
         "spec_digest": spec.spec_digest,
         "runtime_digest": spec.runtime_digest,
         "patch_set_digest": spec.patch_set_digest,
         "benchmark_digest": spec.benchmark_digest,
         "revision": revision,
         "inventory_host": spec.host,
-        "gpu_count": gpus_stated,
+        "gpu_count": spec.ladder.tp if spec.data.device == "cuda" else 0,
         "stack": spec.stack.name,
         "engine": f"{spec.stack.engine}=={spec.stack.engine_version}",
         "ladder": spec.data.ladder,
@@ -212,7 +214,7 @@ def make_record(spec: NodeSpec, summary: Mapping[str, Any], run_id: str, revisio
         "argv": spec.arguments(spec.tier),
         "env": spec.environment(spec.tier),
         "patches": [patch.id for patch in spec.patches],
-        "packages": dict(spec.lock.versions),
+        "packages": dict(packages),
         "profile": spec.data.profile,
         "load": spec.profile.model_dump(),
         "answers": [
@@ -224,21 +226,27 @@ def make_record(spec: NodeSpec, summary: Mapping[str, Any], run_id: str, revisio
 
 
 _AS_OBSERVED = (
-    "unobserved", "started_at", "seconds", "load_seconds", "host", "gpus", "driver", "model", "max_total_num_tokens",
+    "ended_early", "started_at", "seconds", "load_seconds", "host", "gpus", "driver", "model", "max_total_num_tokens",
     "max_running_requests",
 )  # fmt: skip
 
 
-def _level(spec: NodeSpec, level: Any, runs: Iterable[Mapping[str, Any]], summary: Mapping[str, Any]) -> LevelRecord:
+def _level(spec: NodeSpec, level: Level, runs: Iterable[Mapping[str, Any]], summary: Mapping[str, Any]) -> LevelRecord:
     asked = {name: getattr(level, name) for name in ("prompts", "concurrency", "input_len", "output_len")}
+    needed = level.concurrency * (level.input_len + level.output_len)
+    tokens, running = summary["max_total_num_tokens"], summary["max_running_requests"]
+    queued = bool((tokens and needed > tokens) or (running and level.concurrency > running))
+    rules = spec.acceptance.rules
+    excused = [rule for rule in rules if not rule.timing]
     repeats = []
     for run in runs:
-        known = {name: run[name] for name in ("timed_out", "seconds", "exit_code")}
-        facts = {**run["facts"], **known, **asked, "min_duration_s": spec.profile.min_duration_s}
-        found = broken(spec.acceptance.rules, "repeat", facts)
+        known = {name: run[name] for name in ("timed_out", "seconds", "exit_code", "client_busy", "flushed")}
+        facts = {**run["facts"], **known, **asked, "queued": queued, "min_duration_s": spec.profile.min_duration_s}
+        found = broken(excused if run["discarded"] else rules, "repeat", facts)
+        told = ("number", "seed", "discarded", "seconds", "client_busy", "raw", "sha256")
         repeats.append(
             Repeat(
-                **{name: run[name] for name in ("number", "seed", "discarded", "seconds", "raw", "sha256")},
+                **{name: run[name] for name in told},
                 accepted=not found,
                 broken=found,
                 figures=None if found else facts["figures"],
@@ -246,14 +254,13 @@ def _level(spec: NodeSpec, level: Any, runs: Iterable[Mapping[str, Any]], summar
         )
     kept = [run for run in repeats if not run.discarded]
     good = [run.figures for run in kept if run.figures is not None]
-    counted = {"concurrency": level.concurrency, "kept": len(kept), "accepted": len(good)}
-    found = broken(spec.acceptance.rules, "level", counted)
+    warm_up = [rule for run in repeats if run.discarded for rule in run.broken]
+    counted = {"concurrency": level.concurrency, "kept": len(kept), "accepted": len(good), "warm_up": warm_up}
+    found = broken(rules, "level", counted)
     columns = {name: [getattr(each, name) for each in good] for name in Figures.model_fields} if not found else {}
-    needed = level.concurrency * (level.input_len + level.output_len)
-    tokens, running = summary["max_total_num_tokens"], summary["max_running_requests"]
     return LevelRecord(
         **asked,
-        queued=bool((tokens and needed > tokens) or (running and level.concurrency > running)),
+        queued=queued,
         accepted=not found,
         broken=found,
         repeats=repeats,
@@ -262,36 +269,58 @@ def _level(spec: NodeSpec, level: Any, runs: Iterable[Mapping[str, Any]], summar
     )
 
 
-def _run_facts(spec: NodeSpec, summary: Mapping[str, Any], gpus_stated: int) -> dict[str, Any]:
-    filler = node_module("raw_facts").FILLER
-    unanswered, filled = [], []
+def _run_facts(spec: NodeSpec, summary: Mapping[str, Any]) -> dict[str, Any]:
+    is_filler = node_module("raw_facts").is_filler
+    prompts, before = spec.acceptance.probe.prompts, summary["before"]
+    unanswered, filled, disagreeing = [], [], []
     for moment in ("before", "after"):
-        answers = summary[moment]["answers"]
-        for prompt, answer in zip(spec.acceptance.probe.prompts, answers, strict=True):
-            if "error" in answer or not answer["text"].strip():
-                unanswered.append(f"{moment} the load {prompt!r} was answered with {answer.get('error', 'nothing')}")
-            elif filler.search(answer["text"]):
+        for prompt, answer in zip(prompts, summary[moment]["answers"], strict=True):
+            if "error" in answer or not answer["tokens"]:
+                unanswered.append(f"{moment} the load {prompt!r} was answered with {answer.get('error', 'no token')}")
+            elif answer["text"] and is_filler(answer["text"]):
                 filled.append(f"{moment} the load {prompt!r} was answered with {answer['text'][:40]!r}")
-    disagreeing = [
-        f"{moment} the load, {way} gave {other.get('text', other.get('error'))!r}, and generate {answer['text']!r}"
-        for moment in ("before", "after")
-        for answer in summary[moment]["answers"][:1]
-        for way, other in summary[moment]["other_ways"].items()
-        if "error" not in answer and other.get("text") != answer["text"]
-    ]
-    pairs = zip(spec.acceptance.probe.prompts, summary["before"]["answers"], summary["after"]["answers"], strict=True)
+        number = before["asked_otherwise"]
+        expected = summary[moment]["answers"][number].get("text")
+        for way, other in summary[moment]["other_ways"].items():
+            if "error" in other or (number in _stable(summary) and other["text"] != expected):
+                said = repr(other["text"]) if "text" in other else other["error"]
+                disagreeing.append(
+                    f"{moment} the load, {way} gave {said} to {prompts[number]!r}, generate {expected!r}"
+                )
+    pairs = list(zip(before["answers"], summary["after"]["answers"], strict=True))
+    shares = [prefix_share(one.get("tokens", []), other.get("tokens", [])) for one, other in pairs]
     return {
         "unanswered": unanswered,
         "filler_answers": filled,
-        "changed_answers": [repr(prompt) for prompt, before, after in pairs if before != after],
+        "changed_answers": [repr(prompts[n]) for n in _stable(summary) if pairs[n][0] != pairs[n][1]],
+        "answers_kept": statistics.fmean(shares),
         "disagreeing": disagreeing,
-        "processes_before": summary["processes_before"],
-        "processes_after": summary["processes_after"],
-        "xids": summary["xids"],
-        "max_total_num_tokens": summary["max_total_num_tokens"],
-        "gpus_stated": gpus_stated,
+        **{name: summary[name] for name in ("processes_before", "processes_after", "xids", "max_total_num_tokens")},
+        "server_version": summary["server_version"],
+        "engine_version": spec.stack.engine_version,
+        "gpus_stated": spec.gpus_here,
         "gpus_seen": len(summary["gpus"]),
     }
+
+
+def _stable(summary: Mapping[str, Any]) -> list[int]:
+    """The prompts, by number, that the idle server answered twice the same."""
+    first, again = summary["before"]["answers"], summary["before"]["again"]
+    return [number for number, answer in enumerate(first) if answer == again[number]]
+
+
+def _unstable(spec: NodeSpec, summary: Mapping[str, Any]) -> list[str]:
+    total, stable = len(spec.acceptance.probe.prompts), len(_stable(summary))
+    told = (
+        f"whether the load changes {total - stable} of {total} answers: the idle server itself gives them differently"
+    )
+    return [told] if stable < total else []
+
+
+def prefix_share(expected: Sequence[int], found: Sequence[int]) -> float:
+    """The share of the expected tokens that the found ones repeat from the beginning; 0 where none is expected."""
+    agree = next((n for n, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
+    return (min(len(expected), len(found)) if agree is None else agree) / len(expected) if expected else 0.0
 
 
 def dump(record: Record) -> str:
@@ -301,8 +330,8 @@ def dump(record: Record) -> str:
 
 def schema() -> str:
     """The published JSON schema of a record."""
-    named = {"title": "gpuwright benchmark record, version 2", **Record.model_json_schema(mode="serialization")}
-    return json.dumps(named | {"title": "gpuwright benchmark record, version 2"}, indent=1) + "\n"
+    title = {"title": "gpuwright benchmark record, version 2"}
+    return json.dumps(Record.model_json_schema(mode="serialization") | title, indent=1) + "\n"
 
 
 def read_record(path: Path) -> Record:
@@ -356,5 +385,6 @@ def table(record: Record) -> str:
             lines += [f"    {name} breaks {rule}" for rule in run.broken]
     lines += [f"  the run breaks {rule}" for rule in record.broken]
     lines += [f"  not observed: {what}" for what in record.unobserved]
+    lines += [f"  ended early: {record.ended_early}"] if record.ended_early else []
     lines.append(f"  verdict: {record.verdict}; bench_serving took {record.load_seconds:.0f} of {record.seconds:.0f} s")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ import matplotlib
 from markupsafe import Markup
 from matplotlib import ticker
 from matplotlib.figure import Figure
+from matplotlib.markers import MarkerStyle
 
 from gpuwright import REPOSITORY
 from gpuwright.catalogue import Catalogue
@@ -22,9 +23,10 @@ from gpuwright.compare import Compared, compare, reference_for
 from gpuwright.record import LevelRecord, Record
 from gpuwright.tiers import standing_of
 
-COLOURS = 8  # as many as the page's style names; marker and line tell the rest apart
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-LINES = ("-", "--", ":", "-.")
+COLOURS = 8  # as many as the page's style names
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # seven: with eight colours, fifty-six looks
+LINES = {"-": "", "--": "6 3", ":": "2 3", "-.": "7 3 2 3"}  # matplotlib's names, and SVG's dashes
+RUNTIMES = 2  # of a tier on a host: what it runs on now, and what it ran on before
 # Colours that no plot would choose: each is put in the place of one that the page's style decides, light or dark.
 TEXT, GRID = "#010203", "#010204"
 
@@ -48,13 +50,29 @@ class Curve:
         """matplotlib's name of its marker."""
         return MARKERS[self.number % len(MARKERS)]
 
+    @property
+    def line(self) -> str:
+        """matplotlib's name of its line."""
+        return list(LINES)[self.number % len(LINES)]
+
+    @property
+    def swatch(self) -> Markup:
+        """Its line and marker, as they are in the plots."""
+        shape = MarkerStyle(self.marker)
+        polygons: Any = shape.get_path().transformed(shape.get_transform()).to_polygons()
+        drawn = " ".join(f"{18 + 9 * x:.1f},{6 - 9 * y:.1f}" for x, y in polygons[0])
+        return Markup(
+            '<svg class="swatch" viewBox="0 0 36 12" aria-hidden="true"><path d="M1 6H35" fill="none" stroke="{0}" '
+            'stroke-width="1.5" stroke-dasharray="{1}"/><polygon points="{2}" fill="{0}"/></svg>'
+        ).format(f"var(--c{self.colour})", LINES[self.line], drawn)
+
 
 @dataclass(frozen=True)
 class Panel:
     """One host under one load: its curves, its plots, its comparisons."""
 
     host: str
-    machine: str
+    machines: list[str]
     curves: list[Curve]
     plots: list[Markup]
     compared: list[Compared]
@@ -66,7 +84,9 @@ class Load:
 
     ladder: str
     about: str
-    per: str
+    detail: str
+    per_gpu: bool
+    own_axes: bool
     panels: list[Panel]
 
 
@@ -89,7 +109,8 @@ def write_report(records: Sequence[Record], problems: Sequence[str], catalogue: 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["figure"] = lambda value: f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
+    environment.filters["figure"] = lambda value: f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+    environment.filters["number_of"] = number_of
     text = environment.get_template("report.html.j2").render(
         made_at=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         records=records,
@@ -97,8 +118,16 @@ def write_report(records: Sequence[Record], problems: Sequence[str], catalogue: 
         loads=_loads(records, catalogue),
         rejected=[(record, reasons(record)) for record in reversed(records) if record.verdict == "rejected"],
         problems=problems,
+        confidence=catalogue.acceptance.comparison.confidence,
     )
-    path.write_text(text, encoding="utf-8")
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def number_of(count: int, what: str) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def reasons(record: Record) -> list[str]:
@@ -149,41 +178,60 @@ def _outcome(record: Record | None, records: Sequence[Record], catalogue: Catalo
 
 
 def _last(records: Iterable[Record]) -> Record | None:
-    return max(records, key=lambda record: record.started_at, default=None)
+    return max(records, key=lambda record: (record.started_at, record.run), default=None)
 
 
 def _loads(records: Sequence[Record], catalogue: Catalogue) -> list[Load]:
     loads: list[Load] = []
-    for ladder, digest in dict.fromkeys((record.ladder, record.benchmark_digest) for record in records):
+    newest_first = reversed(records)
+    for ladder, digest in dict.fromkeys((record.ladder, record.benchmark_digest) for record in newest_first):
         runs = [r for r in records if (r.ladder, r.benchmark_digest) == (ladder, digest) and counted(r)]
         if not runs:
             continue
-        labels = _labels(runs)
         hosts = list(dict.fromkeys(record.inventory_host for record in runs))
+        shown = {host: _shown([r for r in runs if r.inventory_host == host]) for host in hosts}
+        labels = _labels([record for host in hosts for record in shown[host]])
+        curves = {host: _curves(shown[host], labels) for host in hosts}
         per_gpu = all(record.gpu_count for record in runs)
-        curves = {host: _curves([r for r in runs if r.inventory_host == host], labels) for host in hosts}
-        limits = _limits([curve for each in curves.values() for curve in each], per_gpu)
+        tops = [max(level.spread["output_tok_s"][1] for c in curves[host] for level in c.levels) for host in hosts]
+        own_axes = max(tops) > 20 * min(tops)  # on the other's axes one of them would be a flat line
+        common = _limits([curve for each in curves.values() for curve in each], per_gpu)
+        panels = []
+        for position, host in enumerate(hosts):
+            limits = _limits(curves[host], per_gpu) if own_axes else common
+            name = f"{len(loads)}-{position}"
+            plots = [_svg(plot, curves[host], limits, per_gpu, f"{name}-{n}") for n, plot in enumerate(PLOTS)]
+            compared = _compared(shown[host], records, catalogue)
+            panels.append(Panel(host, _machines(shown[host]), curves[host], plots, compared))
         load = runs[-1].load
         about = f"profile {runs[-1].profile}: {load['input_len']} tokens in, {load['output_len']} out"
-        panels = [
-            Panel(
-                host,
-                _machine(curves[host][-1].record),
-                curves[host],
-                [
-                    _svg(plot, curves[host], limits, per_gpu, f"{len(loads)}-{position}-{n}")
-                    for n, plot in enumerate(PLOTS)
-                ],
-                _compared([curve.record for curve in curves[host]], records, catalogue),
-            )
-            for position, host in enumerate(hosts)
-        ]
-        loads.append(Load(ladder, about, "GPU" if per_gpu else "node", panels))
+        detail = (
+            f"concurrency {', '.join(map(str, load['levels']))}; {load['repeats']} repeats of "
+            f"{load['prompts_per_concurrency']} requests a client; benchmark digest {digest[:8]}"
+        )
+        loads.append(Load(ladder, about, detail, per_gpu, own_axes, panels))
     return loads
 
 
+def _shown(runs: Sequence[Record]) -> list[Record]:
+    """Of one host's runs the one to plot for each tier and runtime, the last runtimes of each tier alone: the latest in
+    which every level counts, else the latest.
+    """
+    found: dict[tuple[str, str], Record] = {}
+    for record in runs:  # oldest first
+        key = (record.tier, record.runtime_digest)
+        if key not in found or record.verdict == "accepted" or found[key].verdict != "accepted":
+            found.pop(key, None)
+            found[key] = record
+    kept: list[Record] = []
+    for record in reversed(found.values()):
+        if sum(other.tier == record.tier for other in kept) < RUNTIMES:
+            kept.insert(0, record)
+    return kept
+
+
 def _labels(runs: Sequence[Record]) -> dict[tuple[str, str], str]:
-    """The name of each curve, in the order of their numbers: the tier's, with the patch set where it ran on several."""
+    """The name of each curve, in the order of their numbers: the tier's, with the runtime where it ran on several."""
     keys = list(dict.fromkeys((record.tier, record.runtime_digest) for record in runs))
     keys.sort(key=lambda key: key[0] != runs[-1].reference)
     tiers = [tier for tier, _ in keys]
@@ -191,17 +239,36 @@ def _labels(runs: Sequence[Record]) -> dict[tuple[str, str], str]:
 
 
 def _curves(runs: Sequence[Record], labels: dict[tuple[str, str], str]) -> list[Curve]:
-    latest = {(record.tier, record.runtime_digest): record for record in runs}
-    numbers = {key: number for number, key in enumerate(labels)}
-    return [Curve(latest[key], labels[key], numbers[key], counted(latest[key])) for key in labels if key in latest]
+    by_key = {(record.tier, record.runtime_digest): record for record in runs}
+    return [
+        Curve(by_key[key], label, number, counted(by_key[key]))
+        for number, (key, label) in enumerate(labels.items())
+        if key in by_key
+    ]
+
+
+def _machines(runs: Sequence[Record]) -> list[str]:
+    """The machine in words: once, or as often as it differs among the runs, with whose it is."""
+    by_words: dict[str, list[str]] = {}
+    for record in runs:
+        by_words.setdefault(_machine(record), []).append(record.tier)
+    if len(by_words) == 1:
+        return list(by_words)
+    return [f"{', '.join(dict.fromkeys(tiers))}: {words}" for words, tiers in by_words.items()]
 
 
 def _machine(record: Record) -> str:
-    names = dict.fromkeys(gpu.name for gpu in record.gpus)
-    gpus = (
-        f"{record.gpu_count} GPUs stated, {', '.join(names)}, driver {record.driver}" if record.gpu_count else "no GPU"
-    )
-    return f"{gpus}; {record.host.cpus} CPUs ({record.host.cpu}), Linux {record.host.kernel}"
+    rest = f"{record.host.cpus} CPUs ({record.host.cpu}), Linux {record.host.kernel}"
+    if not record.gpu_count:
+        return f"no GPU; {rest}"
+
+    def values(name: str, unit: str) -> str:
+        found = dict.fromkeys(getattr(gpu, name) for gpu in record.gpus if getattr(gpu, name) is not None)
+        return f", {'/'.join(f'{value:g}' for value in found)} {unit}" if found else ""
+
+    names = "/".join(dict.fromkeys(gpu.name for gpu in record.gpus))
+    limits = values("power_limit_w", "W") + values("max_sm_clock_mhz", "MHz at most")
+    return f"{record.gpu_count} GPUs stated: {names}{limits}, driver {record.driver}; {rest}"
 
 
 def _compared(runs: Sequence[Record], records: Sequence[Record], catalogue: Catalogue) -> list[Compared]:
@@ -217,9 +284,9 @@ Limits = dict[str, tuple[float, float]]
 
 
 def per_user(level: LevelRecord) -> float:
-    """Output tokens/s that one of the concurrent users gets."""
+    """Output tokens/s that a user sees once an answer has begun: the inverse of the median TPOT."""
     assert level.median is not None
-    return level.median.output_tok_s / level.concurrency
+    return 1000 / level.median.tpot_p50_ms
 
 
 def _span(level: LevelRecord, name: str, share: float = 1.0) -> tuple[float, float, float]:
@@ -246,22 +313,43 @@ def _limits(curves: Sequence[Curve], per_gpu: bool) -> Limits:
     return limits
 
 
+def _draw(axes: Any, curve: Curve, x: list[float], spans: list[tuple[float, float, float]]) -> None:
+    """A curve with the bars of its spreads; the points of queued levels are hollow."""
+    colour = f"#0102{curve.colour + 16:02x}"
+    y = [span[0] for span in spans]
+    bars = [[span[1] for span in spans], [span[2] for span in spans]]
+    axes.errorbar(x, y, yerr=bars, color=colour, linestyle=curve.line, linewidth=1.5, elinewidth=1, capsize=3)
+    for queued in (False, True):
+        points = [(a, b) for a, b, level in zip(x, y, curve.levels, strict=True) if level.queued == queued]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True),
+                color=colour, linestyle="none", marker=curve.marker, markersize=6 if queued else 5,
+                markerfacecolor="none" if queued else colour,
+            )  # fmt: skip
+
+
 def _against_concurrency(name: str, axes: Any, curves: Sequence[Curve], limits: Limits) -> None:
-    ticks = sorted({level.concurrency for curve in curves for level in curve.levels})
     for curve in curves:
-        spans = [_span(level, name) for level in curve.levels]
-        axes.errorbar(
-            [level.concurrency for level in curve.levels],
-            [span[0] for span in spans],
-            yerr=[[span[1] for span in spans], [span[2] for span in spans]],
-            **_look(curve),
-        )
+        x = [float(level.concurrency) for level in curve.levels]
+        _draw(axes, curve, x, [_span(level, name) for level in curve.levels])
     axes.set_xscale("log")
     axes.set_xlim(limits["concurrency"])
     axes.set_ylim(limits[name])
+    ticks = _apart(sorted({level.concurrency for curve in curves for level in curve.levels}), limits["concurrency"])
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("concurrent requests")
+
+
+def _apart(ticks: Sequence[int], limits: tuple[float, float]) -> list[int]:
+    """Of some ticks of a logarithmic axis, from the highest, those whose labels do not run into each other."""
+    least = (limits[1] / limits[0]) ** (1 / 12)
+    kept: list[int] = []
+    for tick in reversed(ticks):
+        if not kept or kept[0] / tick >= least:
+            kept.insert(0, tick)
+    return kept
 
 
 def _throughput(axes: Any, curves: Sequence[Curve], limits: Limits, per_gpu: bool) -> str:
@@ -280,34 +368,21 @@ def _ttft(axes: Any, curves: Sequence[Curve], limits: Limits, per_gpu: bool) -> 
 
 
 def _pareto(axes: Any, curves: Sequence[Curve], limits: Limits, per_gpu: bool) -> str:
-    for curve in curves:
-        share = curve.record.gpu_count if per_gpu else 1
-        spans = [_span(level, "output_tok_s", share) for level in curve.levels]
+    for position, curve in enumerate(curves):
+        spans = [_span(level, "output_tok_s", curve.record.gpu_count if per_gpu else 1) for level in curve.levels]
         x = [per_user(level) for level in curve.levels]
-        y = [span[0] for span in spans]
-        axes.errorbar(x, y, yerr=[[span[1] for span in spans], [span[2] for span in spans]], **_look(curve))
-        for level, right, up in zip(curve.levels, x, y, strict=True):
-            axes.annotate(str(level.concurrency), (right, up), (4, 4), textcoords="offset points", fontsize=7)
+        _draw(axes, curve, x, spans)
+        away = ((4, 4), (4, -9), (-10, 4), (-10, -9))[position % 4]
+        for level, right, span in zip(curve.levels, x, spans, strict=True):
+            axes.annotate(str(level.concurrency), (right, span[0]), away, textcoords="offset points", fontsize=7)
     axes.set_xlim(limits["user"])
     axes.set_ylim(limits["gpu"])
-    axes.set_xlabel("output tokens/s per user")
+    axes.set_xlabel("output tokens/s per user (1 / TPOT)")
     axes.set_ylabel(f"output tokens/s per {'GPU' if per_gpu else 'node'}")
     return "Interactivity and throughput, by concurrency"
 
 
 PLOTS: tuple[Callable[[Any, Sequence[Curve], Limits, bool], str], ...] = (_throughput, _ttft, _pareto)
-
-
-def _look(curve: Curve) -> dict[str, Any]:
-    return {
-        "color": f"#0102{curve.colour + 16:02x}",
-        "marker": curve.marker,
-        "linestyle": LINES[curve.number % len(LINES)],
-        "markersize": 5,
-        "linewidth": 1.5,
-        "elinewidth": 1,
-        "capsize": 3,
-    }
 
 
 STYLE: dict[str, Any] = {

@@ -23,7 +23,8 @@ class Level:
         return f"{self.prompts} requests a repeat, {self.input_len} tokens in, {self.output_len} out"
 
     def argv(self, address: str, port: int, model: str, seed: int) -> list[str]:
-        """Arguments of sglang.bench_serving: fixed lengths, an empty cache, every request kept in the output.
+        """Arguments of sglang.bench_serving: fixed lengths, an empty cache, every request kept in the output. Prompts
+        are sent as tokens: as text they would be tokenised anew, to other lengths.
 
         Its warm-ups (sglang 0.5.9) are one prompt sent `warmups` times at once, for 32 tokens at most; what they do not
         warm up the discarded first repeat does.
@@ -34,7 +35,7 @@ class Level:
             "--random-input-len", str(self.input_len), "--random-output-len", str(self.output_len),
             "--num-prompts", str(self.prompts), "--max-concurrency", str(self.concurrency),
             "--warmup-requests", str(self.warmups), "--flush-cache", "--seed", str(seed),
-            "--disable-tqdm", "--output-details",
+            "--tokenize-prompt", "--disable-tqdm", "--output-details",
         ]  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def levels(profile: Profile) -> list[Level]:
     ]
 
 
-def seeds(profile: Profile) -> list[int]:
-    """The seed of each repeat: the discarded one first, and no two the same, so that none finds another's prompts."""
-    return [profile.seed + number for number in range(profile.repeats + 1)]
+def seeds(profile: Profile, level: Level) -> list[int]:
+    """The seed of each repeat of a level: the discarded one first, and no two of a run the same."""
+    first = profile.seed + level.concurrency * (profile.repeats + 1)
+    return [first + number for number in range(profile.repeats + 1)]

@@ -23,6 +23,7 @@ from gpuwright.flags import Flag, installed_proof
 from gpuwright.hostdata import SECRET_ARGS, STAGES, HostData, Profile, Sources, TinyModel, read_host_data
 from gpuwright.ladder import COMPILER_FLAGS, Ladder, Standing, Tier, standing
 from gpuwright.lockfile import TOOLS_LOCK, Lock, lock_path, read_lock
+from gpuwright.smoke import levels
 from gpuwright.yamlfile import shown
 
 # Without them the engine writes its API keys into its log, and tells them to whoever asks for its arguments.
@@ -214,8 +215,16 @@ class NodeSpec:
 
     @cached_property
     def benchmark_digest(self) -> str:
-        """Over what is asked of the server: the load, and the probe."""
-        return digest([self.profile.model_dump(exclude={"noise"}), self.acceptance.probe.model_dump()])
+        """Over what is asked of the server, and what of it counts: the load, the probe, and the rules."""
+        load = [level.argv("", 0, "", 0) for level in levels(self.profile)]
+        rules = [[rule.id, rule.of, rule.require, rule.timing] for rule in self.acceptance.rules]
+        probe = self.acceptance.probe.model_dump()
+        return digest([self.profile.model_dump(exclude={"noise"}), load, probe, rules])
+
+    @property
+    def gpus_here(self) -> int:
+        """How many GPUs of this host the server uses: the ladder's, shared by its nodes."""
+        return self.ladder.tp // self.ladder.nodes if self.data.device == "cuda" else 0
 
     @property
     def reference(self) -> Tier:

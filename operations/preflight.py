@@ -18,11 +18,11 @@ def ask_canary(spec: NodeSpec) -> Commands:
     observation and results/, and the observation of the run's canaries where results/ does not tell; runs nothing.
     """
     canaries = [each.name for each in state.inventory.groups.get("canary", [])]
-    found = observed(spec)
-    if not canaries or host.name in canaries or found is None:
-        host.noop("this host is a canary" if host.name in canaries else "there is no group canary in this inventory")
+    if not canaries or host.name in canaries:
+        host.noop("this host is a canary" if canaries else "there is no group canary in this inventory")
         return
-    if (found.state or {}).get("spec_digest") == spec.spec_digest:
+    found = observed(spec)
+    if found is not None and (found.state or {}).get("spec_digest") == spec.spec_digest:
         host.noop("nothing new would be deployed here")
         return
     records = read_records(RESULTS, *canaries)[0]
@@ -46,12 +46,14 @@ def ask_canary(spec: NodeSpec) -> Commands:
 
 
 def _passed_on(spec: NodeSpec, canaries: list[str]) -> list[str]:
-    """The canaries of this run on which an accepted result for this spec lies."""
-    peers = {peer.host: observe_peer(peer) for peer in specs() if peer.host in canaries}
-    wanted = (spec.spec_digest, "accepted")
-    return [
-        name for name, seen in peers.items() if seen and wanted in [(r.spec_digest, r.verdict) for r in seen.results]
-    ]
+    """The canaries of this run whose latest result for this spec is accepted. A record's name begins with its time."""
+    passed = []
+    for peer in specs():
+        seen = observe_peer(peer) if peer.host in canaries else None
+        own = [result for result in seen.results if result.spec_digest == spec.spec_digest] if seen else []
+        if own and max(own, key=lambda result: result.file).verdict == "accepted":
+            passed.append(peer.host)
+    return passed
 
 
 @operation()

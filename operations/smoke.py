@@ -15,13 +15,14 @@ from pyinfra.api.host import Host
 from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 
-from gpuwright import REPOSITORY, compare, gates, node
+from gpuwright import compare, gates, node
 from gpuwright.errors import GpuwrightError
-from gpuwright.plan import GATE, SMOKE
+from gpuwright.plan import GATE, SMOKE, runs_on
 from gpuwright.preflight import shell_failure
 from gpuwright.record import RESULTS, dump, folder_name, make_record, read_records, table
 from gpuwright.spec import NodeFile, NodeSpec
-from gpuwright.state import last_line
+from gpuwright.state import NodeState, last_line
+from gpuwright.yamlfile import shown
 from operations.stage import Commands, converge, observed, revision, run
 
 
@@ -36,7 +37,7 @@ def benchmark(spec: NodeSpec) -> Commands:
         else "left out by smoke=never"
         if spec.data.smoke == "never"
         else f"this spec has an accepted result by profile {spec.data.profile}",
-        lambda state, changes: [FunctionCommand(measure, (spec,), {})],
+        lambda state, changes: [FunctionCommand(measure, (spec, state), {})],
     )
 
 
@@ -62,22 +63,28 @@ def gate(spec: NodeSpec) -> Commands:
         yield StringCommand(shell_failure(f"{GATE}: {verdict.why}"))
 
 
-def measure(state: State, host: Host, spec: NodeSpec) -> bool:
+def measure(state: State, host: Host, spec: NodeSpec, observed: NodeState) -> bool:
     """Run, judge, record on both sides, print the tables. False when the result is rejected."""
     run_id = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{spec.tier.name}-{spec.spec_digest[:8]}"
-    if not run(host, node.benchmark(spec, run_id), print_output=True)[0]:
+    if not run(host, node.benchmark(spec, run_id, runs_on(spec, observed)), print_output=True)[0]:
         return False
     fetched, text = run(host, node.read_summary(spec, run_id))
     if not fetched:
+        _say(host, f"the run's summary could not be read from {spec.paths.results}/raw/{run_id}: deploy again")
         return False
     summary = json.loads(json.loads(last_line(text))["summary.json"])
-    record = make_record(spec, summary, run_id, revision())
+    packages = observed.venv.distributions if observed.venv else {}
+    record = make_record(spec, summary, run_id, revision(), packages)
     kept, _ = run(host, node.write_files(spec, [NodeFile(f"{spec.paths.results}/{run_id}.json", dump(record))]))
     if not kept:
+        _say(
+            host,
+            f"the record could not be written to {spec.paths.results}, so it is not kept here either: deploy again",
+        )
         return False
     append(record.path, dump(record))
     _say(host, table(record))
-    _say(host, f"  record: {record.path.relative_to(REPOSITORY)}")
+    _say(host, f"  record: {shown(record.path)}")
     if spec.tier != spec.reference and spec.data.gate != spec.reference.name:  # which is said by the gate
         reference = compare.reference_for(record, read_records(RESULTS, spec.host)[0], spec.reference.name)
         if reference:
@@ -103,7 +110,7 @@ def append(path: Path, text: str) -> None:
     beside = path.with_suffix(f".{os.getpid()}.new")
     beside.write_text(text, encoding="utf-8")
     try:
-        os.link(beside, path)
+        os.link(beside, path)  # which, unlike a rename, replaces nothing
     except FileExistsError:
         if path.read_text(encoding="utf-8") != text:
             raise GpuwrightError(f"{path} is there, and holds another record: records are never replaced") from None

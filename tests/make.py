@@ -187,11 +187,14 @@ def repeat(level: Level, number: int, tok_s: float, **facts: Any) -> dict[str, A
         "requests": level.prompts,
         "completed": level.prompts,
         "mean_concurrency": 0.99 * level.concurrency,
+        "output_lens": [level.output_len] * 2,
+        "input_lens": [level.input_len] * 2,
         "figures": {**RAW_FACTS["figures"], "output_tok_s": tok_s},
     }
     return {
         "number": number, "seed": 1 + number, "discarded": number == 0, "exit_code": 0, "timed_out": False,
-        "seconds": 2.0, "raw": f"/r/c{level.concurrency}-r{number}.jsonl", "sha256": "0" * 64, "facts": honest | facts,
+        "flushed": True, "client_busy": 0.3, "seconds": 2.0, "raw": f"/r/c{level.concurrency}-r{number}.jsonl",
+        "sha256": "0" * 64, "facts": honest | facts,
     }  # fmt: skip
 
 
@@ -200,7 +203,8 @@ def summary(spec: NodeSpec, tok_s: dict[int, list[float]] | None = None, **chang
     tok_s = tok_s or {2: [200.0, 202.0, 201.0], 8: [800.0, 810.0, 790.0]}
     prompts = spec.acceptance.probe.prompts
     answers = [{"text": f"answer {n}", "tokens": list(range(n, n + 32))} for n in range(len(prompts))]
-    probe = {"answers": answers, "other_ways": {"completions": {"text": "answer 0"}}}
+    after = {"answers": answers, "other_ways": {"completions": {"text": "answer 0"}}}
+    before = after | {"again": answers, "asked_otherwise": 0}
     return {
         "started_at": "2026-11-30T10:00:00Z", "seconds": 30.0, "load_seconds": 25.0,
         "levels": [
@@ -210,7 +214,8 @@ def summary(spec: NodeSpec, tok_s: dict[int, list[float]] | None = None, **chang
             }
             for level in levels(spec.profile)
         ],
-        "before": probe, "after": probe, "processes_before": [1, 2], "processes_after": [1, 2], "xids": [],
+        "before": before, "after": after, "ended_early": None, "processes_before": [1, 2],
+        "processes_after": [1, 2], "xids": [],
         "unobserved": [], "gpus": [], "driver": None, "model": {"path": "/m", "digest": "a" * 64},
         "max_total_num_tokens": 20000, "max_running_requests": 4096, "server_version": "0.5.9",
         "host": {"name": "lab", "cpu": "EPYC", "cpus": 2, "memory_gib": 24, "kernel": "6.1"},
@@ -219,4 +224,4 @@ def summary(spec: NodeSpec, tok_s: dict[int, list[float]] | None = None, **chang
 
 def record(spec: NodeSpec, tok_s: dict[int, list[float]] | None = None, run: str = "run-1", **changed: Any) -> Record:
     """The record of an honest run."""
-    return make_record(spec, summary(spec, tok_s, **changed), run, "abc")
+    return make_record(spec, summary(spec, tok_s, **changed), run, "abc", spec.lock.versions)

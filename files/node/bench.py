@@ -1,8 +1,8 @@
 """Measure the running server with sglang.bench_serving, level after level, and keep everything raw.
 
-Runs in the venv's Python. REQUEST: address, port, root, run_id, model, device, timeout_s (of one repeat), probe
-{"tokens", "prompts"}, levels [{"concurrency", "about", "prompts", "repeats": [{"number", "seed", "discarded",
-"argv"}]}].
+Runs in the venv's Python. REQUEST: address, port, root, run_id, model, device, gpus, tier, runs_on (what the server
+must have been started on), timeout_s (of one repeat), probe {"tokens", "prompts"}, levels [{"concurrency", "about",
+"prompts", "sockets", "repeats": [{"number", "seed", "discarded", "argv"}]}].
 Answers with facts only, in results/raw/<run_id>/summary.json; what they are worth is judged elsewhere.
 """
 
@@ -28,15 +28,36 @@ def say(message):
 
 SERVER = requests.Session()
 SERVER.trust_env = False  # the server is here: no proxy has a part in it
-KEY = (read_json(os.path.join(REQUEST["root"], "run", "secrets.yaml")) or {}).get("api-key")
+SECRETS = read_json(os.path.join(REQUEST["root"], "run", "secrets.yaml")) or {}
+KEY = SECRETS.get("api-key")
 if KEY:
     SERVER.headers["Authorization"] = "Bearer " + KEY
     os.environ["OPENAI_API_KEY"] = KEY  # which bench_serving sends to every backend
 
 
+def at(path):
+    return "http://%s:%d%s" % (REQUEST["address"], REQUEST["port"], path)
+
+
+def flush():
+    """Empty the prefix cache: whether it was done. With an admin key the server takes no other for it."""
+    key = SECRETS.get("admin-api-key") or KEY
+    for _ in range(20):  # 400: a request is not quite over yet
+        try:
+            response = SERVER.post(
+                at("/flush_cache"), headers={"Authorization": "Bearer " + key} if key else {}, timeout=60
+            )
+        except requests.RequestException:
+            return False
+        if response.status_code != 400:
+            return response.status_code == 200
+        time.sleep(0.5)
+    return False
+
+
 def ask(path, body=None, stream=False):
     """The JSON the server answers to `body` (a GET without one), or {"error": ...}. Streamed: a list of such."""
-    url = "http://%s:%d%s" % (REQUEST["address"], REQUEST["port"], path)
+    url = at(path)
     try:
         if body is None:
             response = SERVER.get(url, timeout=60)
@@ -69,27 +90,46 @@ def native(prompt):
 
 
 def other_ways(prompt):
-    """The same prompt by the other ways in: {"generate, streamed", "completions", "completions, streamed"}."""
+    """The same prompt by the other ways in, each on an empty cache: {"generate, streamed", "completions", ...}."""
     tokens = REQUEST["probe"]["tokens"]
     greedy = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    generate = ("/generate", {"text": prompt, "sampling_params": greedy})
     body = {"model": REQUEST["model"], "prompt": prompt, "temperature": 0, "max_tokens": tokens, "ignore_eos": True}
-    return {
-        "generate, streamed": text_of(
-            ask("/generate", {"text": prompt, "sampling_params": greedy}, stream=True), lambda given: given[-1]["text"]
-        ),
-        "completions": text_of(ask("/v1/completions", body), lambda given: given["choices"][0]["text"]),
-        "completions, streamed": text_of(
-            ask("/v1/completions", body, stream=True),
+    ways = {
+        "generate, streamed": (generate, True, lambda given: given[-1]["text"]),
+        "completions": (("/v1/completions", body), False, lambda given: given["choices"][0]["text"]),
+        "completions, streamed": (
+            ("/v1/completions", body),
+            True,
             lambda given: "".join(part["choices"][0]["text"] for part in given if part["choices"]),
         ),
     }
+    found = {}
+    for way, (request, stream, pick) in ways.items():
+        flush()
+        found[way] = text_of(ask(*request, stream=stream), pick)
+    return found
 
 
-def probe():
-    """What the server answers to every prompt, one at a time: natively on an empty cache; the first by every way in."""
-    ask("/flush_cache", {})
-    answers = [native(prompt) for prompt in REQUEST["probe"]["prompts"]]
-    return {"answers": answers, "other_ways": other_ways(REQUEST["probe"]["prompts"][0])}
+def answers():
+    """The native answer to every prompt, one at a time, on an empty cache."""
+    flush()
+    return [native(prompt) for prompt in REQUEST["probe"]["prompts"]]
+
+
+def probe_before():
+    """Two answers to every prompt, and the first stable one's by the other ways in (by number; the first of all if none
+    is stable).
+    """
+    first, again = answers(), answers()
+    stable = [number for number, answer in enumerate(first) if answer == again[number] and "text" in answer] or [0]
+    ways = other_ways(REQUEST["probe"]["prompts"][stable[0]])
+    return {"answers": first, "again": again, "asked_otherwise": stable[0], "other_ways": ways}
+
+
+def probe_after(number):
+    """One answer to every prompt, and that prompt's by the other ways in."""
+    return {"answers": answers(), "other_ways": other_ways(REQUEST["probe"]["prompts"][number])}
 
 
 def raise_open_files(needed):
@@ -225,12 +265,13 @@ def repeat(level, wanted, title):
     """Run bench_serving once: its facts. The raw JSONL and its log stay in the run's folder."""
     name = "c%d-r%d" % (level["concurrency"], wanted["number"])
     raw, log = os.path.join(PART, name + ".jsonl"), os.path.join(PART, name + ".log")
+    flushed = flush()
     begin = shown = time.time()
     pid, timed_out, ended = load([*wanted["argv"], "--output-file", raw], log), False, 0
     try:
         while not ended:
             time.sleep(0.05)
-            ended, status = os.waitpid(pid, os.WNOHANG)
+            ended, status, used = os.wait4(pid, os.WNOHANG)
             if not ended and not timed_out and time.time() - begin > REQUEST["timeout_s"]:
                 timed_out = True
                 os.killpg(pid, signal.SIGKILL)
@@ -240,6 +281,7 @@ def repeat(level, wanted, title):
     finally:
         if not ended:  # we are being ended: the load must not go on without us
             os.killpg(pid, signal.SIGKILL)
+    seconds = time.time() - begin
     code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
     text = ""
     if os.path.exists(raw):
@@ -254,9 +296,11 @@ def repeat(level, wanted, title):
         "discarded": wanted["discarded"],
         "exit_code": code,
         "timed_out": timed_out,
-        "seconds": round(time.time() - begin, 3),
+        "flushed": flushed,
+        "client_busy": round((used.ru_utime + used.ru_stime) / seconds, 3),
+        "seconds": round(seconds, 3),
         "raw": os.path.join(FOLDER, name + ".jsonl"),
-        "sha256": hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(),
+        "sha256": sha256_of(raw) if os.path.exists(raw) else None,
         "facts": raw_facts(text),
     }
 
@@ -279,17 +323,21 @@ def duration(seconds):
     return "%d s" % seconds if seconds < 90 else "%d min" % round(seconds / 60)
 
 
-def measure(levels):
-    spent = {}
+def measure(levels, alive):
+    """What every level's repeats gave. Ends early, with the reason, where going on would only wait: a repeat hung, or
+    processes of `alive`, the server's, are gone.
+    """
+    spent, found = {}, []
     for position, level in enumerate(levels, 1):
         say("level %d of %d: concurrency %d, %s" % (position, len(levels), level["concurrency"], level["about"]))
-        of, runs = len(level["repeats"]) - 1, []
+        of = len(level["repeats"]) - 1
+        found.append({"concurrency": level["concurrency"], "repeats": []})
         for wanted in level["repeats"]:
             title = "warm-up repeat, discarded" if wanted["discarded"] else "repeat %d of %d" % (wanted["number"], of)
-            found = repeat(level, wanted, title)
-            runs.append(found)
-            spent.setdefault(level["concurrency"], []).append(found["seconds"])
-            figures = found["facts"].get("figures")
+            run = repeat(level, wanted, title)
+            found[-1]["repeats"].append(run)
+            spent.setdefault(level["concurrency"], []).append(run["seconds"])
+            figures = run["facts"].get("figures")
             rest = left(levels, spent)
             say(
                 "  concurrency %d, %s: %s in %s%s"
@@ -297,34 +345,58 @@ def measure(levels):
                     level["concurrency"],
                     title,
                     "%.1f output tok/s" % figures["output_tok_s"] if figures else "no figures",
-                    duration(found["seconds"]),
+                    duration(run["seconds"]),
                     "; about %s left" % duration(rest) if rest >= 1 else "",
                 )
             )
-        yield {"concurrency": level["concurrency"], "repeats": runs}
+            if run["timed_out"]:
+                return found, "a repeat took more than %d s" % REQUEST["timeout_s"]
+            gone = [pid for pid in alive if not process(pid)]
+            if gone:
+                return found, "the server's process %s ended" % ", ".join(map(str, gone))
+    return found, None
+
+
+def refuse_another_server(record, info, gpus, unknown_gpus):
+    """End before any load where the server is not the one that is to be measured, or does not say what it holds."""
+    if not record or record.get("tier") != REQUEST["tier"] or record.get("runs_on") != REQUEST["runs_on"]:
+        fail("the server that runs is not tier %s as this deploy left it: was it changed by another? deploy again"
+             % REQUEST["tier"])  # fmt: skip
+    if not info.get("max_total_num_tokens"):
+        said = info.get("error", "no max_total_num_tokens")
+        fail("the server does not say how many tokens it holds, so nobody could tell a queue: /server_info: %s" % said)
+    if len(gpus) < REQUEST["gpus"]:
+        why = unknown_gpus or "see nvidia-smi"
+        fail(
+            "%d GPUs are stated for this node (tp of the ladder), and %d are there: %s"
+            % (REQUEST["gpus"], len(gpus), why)
+        )
 
 
 def main():
     begin = time.time()
     levels = REQUEST["levels"]
-    raise_open_files(max(level["concurrency"] for level in levels) + FILES_BESIDE)
+    raise_open_files(max(level["sockets"] for level in levels) + FILES_BESIDE)
     for name in os.listdir(RAW) if os.path.isdir(RAW) else []:
         if name.endswith(".part"):  # of a run that was killed: the node's lock is ours, so no run is going on
             shutil.rmtree(os.path.join(RAW, name))
-    os.makedirs(PART)
     record = read_json(os.path.join(REQUEST["root"], "run", "server.json"))
     before, started_at = server_processes(record), now()
     gpus, driver, unknown_gpus = nvidia_smi()
-    xids_before, _ = xids()
+    xids_before, unknown_before = xids()
+    refuse_another_server(record, ask("/server_info"), gpus, unknown_gpus)
+    os.makedirs(PART)
     say("%d deterministic prompts first" % len(REQUEST["probe"]["prompts"]))
-    probe_before = probe()
+    asked_before = probe_before()
     say("loading bench_serving")
     preload()
-    found = list(measure(levels))
-    probe_after = probe()
+    found, ended_early = measure(levels, before)
+    if ended_early:
+        say("ended early: %s" % ended_early)
+    asked_after = probe_after(asked_before["asked_otherwise"])
     info = ask("/server_info")
     states = info.get("internal_states") or [{}]
-    xids_after, unknown_xids = xids()
+    xids_after, unknown_after = xids()
     new = None
     if xids_before is not None and xids_after is not None:
         new = [line for line in xids_after if line not in xids_before]
@@ -334,13 +406,14 @@ def main():
         "started_at": started_at,
         "seconds": round(time.time() - begin, 3),
         "load_seconds": round(sum(run["seconds"] for level in found for run in level["repeats"]), 3),
+        "ended_early": ended_early,
         "levels": found,
-        "before": probe_before,
-        "after": probe_after,
+        "before": asked_before,
+        "after": asked_after,
         "processes_before": before,
         "processes_after": server_processes(record),
         "xids": new,
-        "unobserved": [why for why in (unknown_gpus, unknown_xids) if why],
+        "unobserved": [why for why in (unknown_gpus, unknown_before or unknown_after) if why],
         "gpus": gpus,
         "driver": driver,
         "model": model(),

@@ -12,9 +12,8 @@ import statistics
 FILLER = re.compile(r"!{16,}|(?:\bnan\b[\s,;]*){4,}", re.I)
 # What a server or a proxy says instead of an answer, in a stream that it began with HTTP 200.
 ERROR_TEXT = re.compile(
-    r"^\s*(?:(?:data: )?\{\s*\"(?:error|object\"\s*:\s*\"error|detail)\"|traceback \(most recent call last\)"
-    r"|<!doctype html|<html|(?:http )?[45]\d\d (?:bad|internal|service|gateway|too|not|unauth)"
-    r"|internal server error|upstream connect)",
+    r"^\s*(?:(?:data: )?\{\s*\"(?:error\"|object\"\s*:\s*\"error)|internal server error|upstream connect error"
+    r"|(?:http )?[45]\d\d (?:bad|internal|service|gateway|too|not|unauth))",
     re.I,
 )
 FIGURES = {
@@ -79,40 +78,82 @@ def of_requests(raw):
     duration, generated = raw["duration"], raw["total_output_tokens"]
     intervals = [duration, *ttfts, *(itl for each in itls for itl in each)]
     latencies = [ttft + math.fsum(each) for ttft, each in zip(ttfts, itls)]
-    filler = [text for text in texts if FILLER.search(text)]
+    filler = [text for text in texts if is_filler(text)]
     wrong_texts = [text for text in texts if ERROR_TEXT.search(text)]
     failed = [str(error) for error in errors if error]
     figures = {ours: float(raw[theirs]) for ours, theirs in FIGURES.items()}
-    own = {"output_tok_s": generated / duration, "requests_s": raw["completed"] / duration} if duration > 0 else {}
-    if ttfts:
-        own["ttft_p50_ms"] = statistics.median(ttfts) * 1000
     asked = {"concurrency": "max_concurrency", "input_len": "random_input_len", "output_len": "random_output_len"}
     return {
         **{"told_" + ours: raw.get(theirs) for ours, theirs in asked.items()},
         "requests": len(ttfts),
         "completed": raw["completed"],
         "failed": len(failed),
-        "first_failure": failed[0].strip().splitlines()[-1][:160] if failed else "",
+        "first_failure": ([line for line in failed[0].splitlines() if line.strip()] or [""])[-1][:160]
+        if failed
+        else "",
         "unstreamed": sum(length > 1 and not each for length, each in zip(raw["output_lens"], itls)),
         "min_ttft_ms": min(ttfts, default=0) * 1000,
         "impossible": sum(not math.isfinite(each) or each < 0 for each in intervals) + (duration == 0),
         "overlong": sum(latency > duration * 1.02 + 0.02 for latency in latencies),
         "latency_p50_s": statistics.median(latencies) if latencies else 0,
         "duration_s": duration,
-        "mean_concurrency": raw["concurrency"],
+        "mean_concurrency": math.fsum(latencies) / duration if duration > 0 else 0,
         "generated": generated,
         "listed": sum(raw["output_lens"]),
         "retokenised": raw["total_output_tokens_retokenized"],
         "output_lens": span(raw["output_lens"]),
         "input_lens": span(raw["input_lens"]),
+        "empty_texts": sum(not text for text in texts),
         "filler": len(filler),
         "first_filler": filler[0][:60] if filler else "",
         "error_texts": len(wrong_texts),
         "first_error_text": wrong_texts[0][:60] if wrong_texts else "",
         "distinct_texts": len(set(texts)),
-        "untrue": sorted(name for name, value in own.items() if not math.isclose(figures[name], value, rel_tol=0.01)),
+        "untrue": untrue(figures, raw, latencies),
         "figures": figures,
     }
+
+
+def is_filler(text):
+    """Whether filler is most of a text: a real answer may well shout."""
+    return sum(len(found.group()) for found in FILLER.finditer(text)) * 2 >= max(len(text), 1)
+
+
+def untrue(figures, raw, latencies):
+    """The figures of the summary that its own requests contradict, by name.
+
+    A latency ends with the stream, a moment after the last token, so what is made of latencies may be off by a tenth.
+    """
+    duration, ttfts, lengths = raw["duration"], raw["ttfts"], raw["output_lens"]
+    tpots = [math.fsum(each) / (length - 1) for each, length in zip(raw["itls"], lengths) if length > 1]
+    exact, near = {}, {}
+    if duration > 0:
+        exact["output_tok_s"] = raw["total_output_tokens"] / duration
+        exact["total_tok_s"] = (sum(raw["input_lens"]) + raw["total_output_tokens"]) / duration
+        exact["requests_s"] = raw["completed"] / duration
+        near["mean_concurrency"] = math.fsum(latencies) / duration
+    if ttfts:
+        exact["ttft_mean_ms"] = statistics.fmean(ttfts) * 1000
+        exact["ttft_p50_ms"] = statistics.median(ttfts) * 1000
+        exact["ttft_p99_ms"] = percentile(ttfts, 0.99) * 1000
+        near["e2e_p50_ms"] = statistics.median(latencies) * 1000
+    if tpots:
+        near["tpot_mean_ms"] = statistics.fmean(tpots) * 1000
+        near["tpot_p50_ms"] = statistics.median(tpots) * 1000
+        near["tpot_p99_ms"] = percentile(tpots, 0.99) * 1000
+    wrong = {name for name, value in figures.items() if not (math.isfinite(value) and value > 0)}
+    wrong |= {name for name, value in exact.items() if not math.isclose(figures[name], value, rel_tol=0.01)}
+    wrong |= {name for name, value in near.items() if not math.isclose(figures[name], value, rel_tol=0.1, abs_tol=0.5)}
+    return sorted(wrong)
+
+
+def percentile(values, share):
+    """The value below which `share` of the values lie, between two of them by their distance, as numpy has it."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 def span(lengths):

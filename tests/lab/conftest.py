@@ -24,6 +24,7 @@ from gpuwright import REPOSITORY
 
 PYINFRA = str(Path(sys.executable).with_name("pyinfra"))
 ROOT = REPOSITORY / ".lab" / "test"
+RESULTS = REPOSITORY / ".lab" / "test-results"  # so that the tests' runs are not among their user's
 PYTHONS = ((3, 10), (3, 11), (3, 12))
 DISK_GIB = 15
 
@@ -183,11 +184,15 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
-    shutil.rmtree(ROOT, ignore_errors=True)
+    for folder in (ROOT, RESULTS):
+        shutil.rmtree(folder, ignore_errors=True)
     ROOT.parent.mkdir(exist_ok=True)
+    os.environ["GPUWRIGHT_RESULTS"] = str(RESULTS)
     node = Lab(ROOT, free_ports(1)[0])
     yield node
     if ROOT.exists():
         node.deploy(deploy="stop.py")
         shutil.rmtree(ROOT)
+    shutil.rmtree(RESULTS, ignore_errors=True)
+    del os.environ["GPUWRIGHT_RESULTS"]
     node.killed_log.unlink(missing_ok=True)

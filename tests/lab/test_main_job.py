@@ -25,7 +25,7 @@ from gpuwright.catalogue import PATCHES, flags_path
 from gpuwright.flags import load_flags, read_flags
 from gpuwright.lockfile import lock_path, read_lock
 from gpuwright.record import SCHEMA
-from tests.lab.conftest import Lab, alive, children, ok, sha256
+from tests.lab.conftest import RESULTS, Lab, alive, children, ok, sha256
 from tests.make import catalogue
 
 PATCH = catalogue().patches[0]
@@ -134,9 +134,7 @@ def test_the_deploy_ended_with_accepted_results_and_a_healthy_server(lab: Lab) -
         assert level["median"]["output_tok_s"] == statistics.median(kept)
         assert level["spread"]["output_tok_s"] == [min(kept), max(kept)]
     jsonschema.validate(record, json.loads(SCHEMA.read_text()))
-    fetched = REPOSITORY / "results" / "local" / f"{record['run']}.json"
-    assert json.loads(fetched.read_text()) == record
-    fetched.unlink()
+    assert json.loads((RESULTS / "local" / f"{record['run']}.json").read_text()) == record
 
 
 def test_a_second_deploy_changes_nothing(lab: Lab) -> None:

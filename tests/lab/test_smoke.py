@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,22 @@ import pytest
 
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
-from tests.lab.conftest import Lab, Run, ok
+from tests.lab.conftest import RESULTS, Lab, Run, ok
 
-LOCAL = REPOSITORY / "results" / "local"
+LOCAL = RESULTS / "local"
 PROFILE = {
-    "levels": [8], "input_len": 64, "output_len": 32, "prompts_per_concurrency": 8, "min_duration_s": 0.2, "noise": 0.2,
-    "timeout_s": 60,
+    "levels": [8], "input_len": 64, "output_len": 32, "prompts_per_concurrency": 16, "min_duration_s": 0.2,
+    "noise": 0.2, "timeout_s": 60, "repeats": 5,
 }  # fmt: skip
 SMALL = ("--data", "profiles=" + json.dumps({"smoke": PROFILE}))
 SLOW = ("--data", "tier=one-at-a-time", "--data", "gate=baseline")
 
 
 @pytest.fixture(scope="module")
-def node(lab: Lab) -> Iterator[Lab]:
-    """The lab with tier baseline, and afterwards results/ as it was before."""
-    before = set(LOCAL.glob("*.json"))
+def node(lab: Lab) -> Lab:
+    """The lab with tier baseline."""
     ok(lab.deploy("--data", "smoke=never"))
-    yield lab
-    for path in set(LOCAL.glob("*.json")) - before:
-        path.unlink()
+    return lab
 
 
 def records(node: Lab) -> list[dict[str, Any]]:
@@ -54,7 +51,7 @@ def test_two_tiers_end_in_a_comparison_and_the_gate_closes_on_the_slower_one(nod
     assert "verdict: accepted; bench_serving took" in run.said, "slow is no reason to reject a run"
     assert "one-at-a-time against baseline" in run.said and "slower, queued" in run.said
     assert "tier one-at-a-time is slower than baseline at concurrency 8" in run.said
-    assert "answers agree with the reference's for 100% of their tokens" in run.said
+    assert "answers agree with the reference's, from their beginning, for 100% of their tokens" in run.said
 
 
 def test_the_gate_stays_closed_when_nothing_is_measured_anew(node: Lab) -> None:
@@ -68,6 +65,7 @@ def test_a_second_run_repeats_the_verdict(node: Lab) -> None:
     run = node.deploy(*SMALL, *SLOW, "--data", "smoke=always")
     assert run.code == 1 and verdicts(run)[-1] == "slower"
     first, second = (each for each in records(node) if each["tier"] == "one-at-a-time")
+    assert first["levels"][0]["accepted"] and second["levels"][0]["accepted"]
     assert first["run"] != second["run"] and first["spec_digest"] == second["spec_digest"]
 
 
@@ -139,11 +137,19 @@ def test_a_server_that_dies_under_load_gives_no_result(node: Lab) -> None:
     run = node.deploy(*SMALL, "--data", "smoke=always")
     thread.join()
     assert run.code == 1 and "verdict: rejected" in run.said
+    assert f"ended early: the server's process {pid}" in run.said, "nobody waits for a server that is gone"
     assert "the run breaks same-server" in run.said or "the run breaks generates" in run.said
     record = records(node)[-1]
     assert len(records(node)) == before + 1 and record["verdict"] == "rejected"
     assert not record["levels"][0]["accepted"] and record["levels"][0]["median"] is None
     assert "repeat 1 breaks exit-code: bench_serving ended with exit code 1" in run.said
     assert Path(record["levels"][0]["repeats"][1]["raw"]).with_suffix(".log").exists(), "what it said is kept"
-    run = ok(node.deploy(*SMALL))
-    assert p.SERVER in run.changed or p.SMOKE not in run.changed
+    ok(node.deploy(*SMALL))
+    assert node.pid() != pid and node.record()["pid"] == node.pid() and node.record()["ready_at"]
+
+
+def test_a_server_of_another_tier_is_not_measured(node: Lab) -> None:
+    before = len(records(node))
+    run = node.deploy(*SMALL, "--data", "stages=smoke", "--data", "tier=no-radix")
+    assert run.code == 1 and "the server that runs is not tier no-radix as it is declared" in run.said
+    assert len(records(node)) == before

@@ -309,14 +309,15 @@ def test_record(collect: Collect) -> None:
 def test_benchmark(collect: Collect) -> None:
     (command,) = collect(smoke.benchmark, LAB, EMPTY)
     assert isinstance(command, FunctionCommand) and command.function is smoke.measure
-    bench = node.benchmark(LAB, "run-1")
+    bench = node.benchmark(LAB, "run-1", {"runtime": "x"})
     environment = [f"{name}={value}" for name, value in LAB.environment(LAB.tier).items()]
     python = shlex.join(["env", "-i", *environment, f"{ROOT}/venv/bin/python", "-I", "-u", "-"])
     assert bench.line == f"{LOCK}{python} 2>&1{CONFLICT}", "in the venv's Python, and no other benchmark beside it"
     request = request_of(replace(bench, line=LOCK + node.PYTHON + CONFLICT), "bench")
     assert [level["concurrency"] for level in request["levels"]] == [1, 4, 10]
     seeds = [(run["number"], run["seed"], run["discarded"]) for run in request["levels"][0]["repeats"]]
-    assert seeds == [(0, 1, True), (1, 2, False), (2, 3, False), (3, 4, False)]
+    assert seeds == [(0, 5, True), (1, 6, False), (2, 7, False), (3, 8, False)]
+    assert (request["tier"], request["runs_on"], request["gpus"]) == ("baseline", {"runtime": "x"}, 0)
 
 
 @pytest.fixture

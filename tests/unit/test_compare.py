@@ -43,7 +43,15 @@ def test_repeats_without_any_scatter_have_no_interval() -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
-    [(1.04, 1.2, "faster"), (1.02, 1.2, "same"), (0.8, 0.96, "slower"), (0.8, 0.98, "same"), (0.5, 2.0, "same")],
+    [
+        (1.04, 1.2, "faster"),
+        (0.8, 0.96, "slower"),
+        (0.95, 1.05, "same"),
+        (0.97, 1.03, "same"),
+        (1.02, 1.2, "unresolved"),
+        (0.8, 0.98, "unresolved"),
+        (0.5, 2.0, "unresolved"),
+    ],
 )
 def test_a_difference_is_one_only_where_the_whole_interval_lies_beyond_the_noise(
     low: float, high: float, verdict: str
@@ -60,8 +68,14 @@ def test_faster_same_and_slower() -> None:
     assert as_json(slower)["levels"][1]["output_tok_s"]["ratio"] == pytest.approx(0.503, abs=1e-3)
 
 
-def test_scatter_of_the_repeats_hides_a_small_difference() -> None:
-    assert against({2: [150.0, 240.0, 190.0], 8: [700.0, 900.0, 800.0]}).verdict == "same"
+def test_scatter_of_the_repeats_leaves_a_difference_unresolved_and_says_what_would_have_shown() -> None:
+    found = against({2: [60.0, 200.0, 100.0], 8: [800.0, 810.0, 790.0]})
+    assert found.verdict == "unresolved" and [level.verdict for level in found.levels] == ["unresolved", "same"]
+    low, mid, high = (getattr(found.levels[0].throughput, name) for name in ("low", "mid", "high"))
+    visible = found.levels[0].visible
+    assert visible == found.visible > 0.5
+    assert (1 - visible) * high / mid == pytest.approx(1 - found.noise), "a little slower, and it would be called so"
+    assert low < mid < high and f"-{visible:.0%}  unresolved" in report(found)
 
 
 def test_a_reference_against_itself_seldom_cries_wolf() -> None:
@@ -91,14 +105,14 @@ def test_two_machines_or_models_are_not_compared_and_the_field_is_named(
     changed: dict[str, Any], differing: str
 ) -> None:
     found = against(**changed)
-    assert found.verdict == "not comparable" and found.differs == [differing] and not found.levels
-    assert f"differs in {differing}" in report(found)
+    assert found.verdict == "not comparable" and found.why == [f"other {differing}"] and not found.levels
+    assert f"not comparable: other {differing}" in report(found)
 
 
 def test_another_runtime_load_or_patch_set_is_not_compared() -> None:
     other = bench_spec(tier="no-radix", patches="none")
     found = compare(REFERENCE, record(other, run="x"), RULES)
-    assert [what.partition(":")[0] for what in found.differs][-2:] == ["runtime digest", "patch set"]
+    assert [what.partition(":")[0] for what in found.why][-2:] == ["other runtime digest", "other patch set"]
     load = {"levels": [2, 8], "input_len": 65, "output_len": 32, "prompts_per_concurrency": 8, "min_duration_s": 0.1}
     spec = bench_spec(tier="no-radix", profiles={"smoke": load})
     made = summary(spec)
@@ -106,42 +120,51 @@ def test_another_runtime_load_or_patch_set_is_not_compared() -> None:
         for run in level["repeats"]:
             run["facts"] |= {"input_lens": [65, 65]}
     found = compare(REFERENCE, record(spec, run="x", levels=made["levels"]), RULES)
-    assert found.differs[0] == "load: input_len 64 and 65" and found.verdict == "not comparable"
+    assert found.why[0] == "other load: input_len 64 and 65" and found.verdict == "not comparable"
 
 
 def test_noise_is_no_condition() -> None:
     load = BASELINE.profile.model_dump() | {"noise": 0.5}
     spec = bench_spec(tier="no-radix", profiles={"smoke": load})
-    assert compare(REFERENCE, record(spec, {2: [120.0] * 3, 8: [800.0] * 3}), RULES).verdict == "same"
+    found = compare(REFERENCE, record(spec, {2: [120.0, 121.0, 122.0], 8: [800.0, 801.0, 802.0]}), RULES)
+    assert found.verdict == "same" and found.noise == 0.5
 
 
 def test_a_rejected_level_is_never_compared() -> None:
     made = summary(OTHER)
     made["levels"][1]["repeats"][1]["exit_code"] = 1
     found = against(levels=made["levels"])
-    assert [level.concurrency for level in found.levels] == [2] and found.missing == [8] and not found.passes
-    assert against(processes_after=[9]).verdict == "not comparable"
+    assert [level.concurrency for level in found.levels] == [2] and not found.passes
+    assert found.verdict == "not comparable"
+    assert found.why == ["the candidate's level of concurrency 8 is not accepted"]
+    backwards = compare(record(OTHER, run="x", levels=made["levels"]), REFERENCE, RULES)
+    assert backwards.why == ["the reference's level of concurrency 8 is not accepted"]
+    (why,) = against(processes_after=[9]).why
+    assert why.startswith("the candidate run breaks same-server: ")
 
 
 def answering(tokens: list[int]) -> dict[str, Any]:
     made = summary(OTHER)
     answers = [{"text": "x", "tokens": tokens} for _ in made["before"]["answers"]]
     probe = {"answers": answers, "other_ways": {}}
-    return {"before": probe, "after": probe}
+    return {"before": probe | {"again": answers, "asked_otherwise": 0}, "after": probe}
 
 
 def test_a_fast_tier_that_answers_differently_is_seen() -> None:
     fast = {2: [400.0, 401.0, 402.0], 8: [1600.0, 1601.0, 1602.0]}
     wrong = against(fast, **answering([99] * 32))
     assert wrong.verdict == "different answers" and wrong.agreement == 0 and not wrong.passes
-    assert "answers agree with the reference's for 0% of their tokens" in report(wrong)
+    assert "answers agree with the reference's, from their beginning, for 0% of their tokens" in report(wrong)
+    silent = REFERENCE.model_copy(update={"answers": []})
+    unknown = compare(silent, record(OTHER, run="x"), RULES)
+    assert unknown.verdict == "not comparable" and unknown.why == ["no answers are on record for the same prompts"]
 
 
 def test_numerics_may_leave_the_reference_late() -> None:
     made = summary(OTHER)
     answers = [dict(a, tokens=[*a["tokens"][:24], *[999] * 8]) for a in made["before"]["answers"]]
     probe = {"answers": answers, "other_ways": {}}
-    found = against(before=probe, after=probe)
+    found = against(before=probe | {"again": answers, "asked_otherwise": 0}, after=probe)
     assert found.agreement == 0.75 and found.verdict == "same"
     assert agreement(REFERENCE, REFERENCE) == 1.0
 
@@ -154,6 +177,20 @@ def test_the_reference_is_the_latest_run_that_can_be_compared() -> None:
     assert reference_for(other, [old, REFERENCE, newest, rejected, other], "baseline") == REFERENCE
     assert reference_for(other, [newest, other], "baseline") == newest, "then the comparison says what differs"
     assert reference_for(other, [record(bench_spec("elsewhere"), run="x")], "baseline") is None
+    made = summary(BASELINE, started_at="2026-12-29T00:00:00Z")
+    made["levels"][1]["repeats"][1]["exit_code"] = 1
+    partly = record(BASELINE, run="partly", levels=made["levels"], started_at=made["started_at"])
+    assert reference_for(other, [old, REFERENCE, partly, other], "baseline") == REFERENCE, "the whole one, though older"
+    assert reference_for(other, [partly, other], "baseline") == partly
+
+
+def test_eight_gpus_with_another_power_limit_are_told_once() -> None:
+    gpu = {"index": 0, "name": "X", "memory_mib": 1.0, "power_limit_w": 600.0, "max_sm_clock_mhz": 2430.0,
+           "sm_clock_mhz": None, "power_w": None, "temperature_c": None}  # fmt: skip
+    one = against(gpus=[gpu | {"index": n} for n in range(8)]).candidate
+    other = record(OTHER, run="y", gpus=[gpu | {"index": n, "power_limit_w": 450.0} for n in range(8)])
+    assert compare(one, other, RULES).why == ["other gpus: power_limit_w 600.0 and 450.0"]
+    assert compare(REFERENCE, other, RULES).why == ["other gpus: 0 and 8"]
 
 
 SLOW = {2: [100.0, 101.0, 102.0], 8: [400.0, 405.0, 402.0]}
@@ -175,11 +212,18 @@ def test_the_gate_is_closed_where_there_is_nothing_to_compare() -> None:
         "tier baseline has no result on @local to compare with; deploy it once first: --data tier=baseline" in alone.why
     )
     apart = tier_gate(spec, [REFERENCE, record(spec, run="r-other", driver="x")])
-    assert apart.why == "tier no-radix cannot be compared with baseline: driver: None and x"
+    assert apart.why == "tier no-radix cannot be compared with baseline: other driver: None and x"
     wrong = tier_gate(spec, [REFERENCE, record(spec, run="r-other", **answering([99] * 32))])
     assert wrong.why == "tier no-radix answers differently from baseline"
-    rejected = tier_gate(spec, [REFERENCE, record(spec, run="r-other", processes_after=[3])])
-    assert "has no accepted result" in rejected.why
+    accepted = record(spec, run="r-other")
+    rejected = record(spec, run="r-other", processes_after=[3], started_at="2026-12-01T00:00:00Z")
+    assert "has no accepted result" in tier_gate(spec, [REFERENCE, accepted, rejected]).why, "the latest counts"
+
+
+def test_the_gate_says_what_it_could_not_have_seen() -> None:
+    spec = bench_spec(tier="no-radix", gate="baseline")
+    noisy = tier_gate(spec, [REFERENCE, record(spec, {2: [60.0, 200.0, 100.0], 8: [800.0, 810.0, 790.0]}, run="x")])
+    assert noisy.passed and "could have seen only a slowdown of" in noisy.text
 
 
 def test_a_tier_is_not_held_against_itself() -> None:
@@ -198,6 +242,9 @@ def test_only_what_a_canary_has_passed_goes_further() -> None:
     other_spec = record(bench_spec("gpu-01", tier="no-radix"), run="y")
     rejected = record(canary, run="z", processes_after=[5])
     assert not canary_gate(spec, ["gpu-01"], [elsewhere, other_spec, rejected], ()).passed
+    later = record(canary, run="later", processes_after=[5], started_at="2026-12-01T00:00:00Z")
+    assert not canary_gate(spec, ["gpu-01"], [passed, later], ()).passed, "the latest of a canary counts"
+    assert canary_gate(spec, ["gpu-00", "gpu-01"], [passed], ()).passed, "one canary is enough"
 
 
 def test_a_canary_that_did_not_pass_the_tier_gate_has_not_passed() -> None:
@@ -231,5 +278,6 @@ def test_compare_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["compare", "baseline", *results]) == 1
     assert "tier baseline has no other run on @local" in capsys.readouterr().err
     written(tmp_path, record(bench_spec("gpu-01"), run="r-gpu"))
+    (folder / "local" / "old.json").write_text("{}")
     assert main(["compare", "baseline", *results]) == 1
     assert "was run on several hosts, so say which: --host @local or --host gpu-01" in capsys.readouterr().err

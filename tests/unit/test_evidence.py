@@ -46,7 +46,7 @@ def test_an_accepted_run_makes_its_tier_work(tmp_path: Path) -> None:
     assert evidence["versions"] == {name: spec.lock.versions[name] for name in ("sglang", "flashinfer-python", "torch")}
     assert evidence["patch_set"] == spec.patch_set_digest[:16]
     assert evidence["what"] == (
-        "accepted by profile smoke: output tok/s 201 at 2, 800 at 8; same: output tok/s against baseline x 1.00 at 2, "
+        "accepted by profile smoke: output tok/s 201 at 2, 800 at 8; same against baseline: output tok/s x 1.00 at 2, "
         "1.00 at 8"
     )
     diff = proposal(run, [base, run], RULES, None).splitlines()[2:]
@@ -55,7 +55,7 @@ def test_an_accepted_run_makes_its_tier_work(tmp_path: Path) -> None:
 
 def test_the_catalogue_reads_the_evidence_and_the_tier_stands(tmp_path: Path) -> None:
     spec = bench_spec(tier="no-radix")
-    text = applied(tmp_path, record(spec, run="r-other"), [])
+    text = applied(tmp_path, record(spec, run="r-other"), [record(bench_spec(), run="r-base")])
     for path in CATALOG.iterdir():
         if path.name != "tiers.yaml":
             (tmp_path / "catalog" / path.name).symlink_to(path)
@@ -70,10 +70,8 @@ def test_a_slower_tier_is_proposed_as_rejected(tmp_path: Path) -> None:
     base = record(bench_spec(), run="r-base")
     slow = record(bench_spec(tier="no-radix"), {2: [50.0, 51.0, 52.0], 8: [90.0, 91.0, 92.0]}, run="r-other")
     found = tier(applied(tmp_path, slow, [base]), "lab-cpu", "no-radix")
-    assert (
-        found["status"] == "rejected"
-        and "; slower: output tok/s against baseline x 0.25 at 2" in found["evidence"][0]["what"]
-    )
+    assert found["status"] == "rejected"
+    assert "; slower against baseline: output tok/s x 0.25 at 2, 0.11 at 8" in found["evidence"][0]["what"]
     assert tier(applied(tmp_path, slow, [base], "works"), "lab-cpu", "no-radix")["status"] == "works"
 
 
@@ -82,10 +80,9 @@ def test_evidence_is_added_to_what_a_tier_has(tmp_path: Path) -> None:
     gpu = {"index": 0, "name": "X", "memory_mib": 1.0, "power_limit_w": 600.0, "max_sm_clock_mhz": 2430.0,
            "sm_clock_mhz": None, "power_w": None, "temperature_c": None}  # fmt: skip
     run = record(spec, run="r-gpu", gpus=[gpu] * 8)
-    before, after = (
-        tier(WRITTEN, "glm5-nvfp4", "piecewise"),
-        tier(applied(tmp_path, run, []), "glm5-nvfp4", "piecewise"),
-    )
+    base = gpu_spec(profiles={"smoke": bench_spec().profile.model_dump()})
+    runs = [record(base, run="r-base", gpus=[gpu] * 8), run]
+    before, after = (tier(text, "glm5-nvfp4", "piecewise") for text in (WRITTEN, applied(tmp_path, run, runs)))
     assert after["status"] == "works" and after["evidence"][:2] == before["evidence"] and len(after["evidence"]) == 3
     assert after["note"] == before["note"]
 
@@ -99,6 +96,29 @@ def test_a_rejected_run_is_no_evidence_unless_the_tier_is_blocked_by_it(tmp_path
     assert found["evidence"][0]["what"].startswith(
         "a benchmark by profile smoke was rejected: same-server: the server's"
     )
+
+
+def test_what_nobody_can_tell_leaves_the_status_and_says_why(tmp_path: Path) -> None:
+    noisy = record(bench_spec(tier="no-radix"), {2: [60.0, 200.0, 100.0], 8: [800.0, 810.0, 790.0]}, run="r-other")
+    alone = tier(applied(tmp_path, noisy, []), "lab-cpu", "no-radix")
+    assert alone["status"] == "open" and alone["evidence"][0]["what"].endswith("; no run of baseline to compare with")
+    base = record(bench_spec(), run="r-base")
+    unresolved = tier(applied(tmp_path, noisy, [base]), "lab-cpu", "no-radix")
+    assert unresolved["status"] == "open" and "; unresolved against baseline" in unresolved["evidence"][0]["what"]
+    apart = tier(applied(tmp_path, noisy.model_copy(update={"driver": "x"}), [base]), "lab-cpu", "no-radix")
+    assert "not comparable against baseline: other driver: None and x" in apart["evidence"][0]["what"]
+    blocked = noisy.model_copy(update={"ladder": "glm5-nvfp4", "tier": "piecewise"})
+    assert tier(applied(tmp_path, blocked, []), "glm5-nvfp4", "piecewise")["status"] == "open", "it served"
+
+
+def test_a_tier_that_serves_is_not_blocked_and_no_run_is_evidence_twice(tmp_path: Path) -> None:
+    run = record(bench_spec(tier="no-radix"), run="r-other")
+    with pytest.raises(GpuwrightError, match="is accepted: a tier that serves is not blocked"):
+        proposal(run, [], RULES, "blocked")
+    path = tmp_path / "tiers.yaml"
+    path.write_text(applied(tmp_path, run, []))
+    with pytest.raises(GpuwrightError, match="r-other is evidence of tier no-radix already"):
+        proposal(run, [], RULES, None, path)
 
 
 @pytest.mark.parametrize(
@@ -116,4 +136,4 @@ def test_every_tier_of_the_catalogue_can_be_added_to(tmp_path: Path) -> None:
     for name, ladder in catalogue().ladders.items():
         for each in ladder.tiers:
             text = applied(tmp_path, run.model_copy(update={"ladder": name, "tier": each.name}), [])
-            assert tier(text, name, each.name)["status"] == "works"
+            assert tier(text, name, each.name)["evidence"][-1]["result"] == "results/local/r.json"

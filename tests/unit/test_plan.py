@@ -11,7 +11,7 @@ from gpuwright.hostdata import STAGES
 from gpuwright.plan import plan, runs_on, server_actions
 from gpuwright.spec import NodeSpec
 from gpuwright.state import NodeState, SeenFile, SeenModelFile, SeenPort, SeenProcess, SeenVenv
-from tests.make import ROOT, empty_state, gpu_spec, lab_spec, settled_state
+from tests.make import ROOT, STOPPED, empty_state, gpu_spec, lab_spec, settled_state
 
 LAB = lab_spec()
 GPU = gpu_spec()
@@ -273,6 +273,16 @@ def test_smoke_can_be_repeated_and_left_out() -> None:
     always, never = lab_spec(smoke="always"), lab_spec(smoke="never")
     assert steps(always, settled_state(always)) == [p.SMOKE]
     assert p.SMOKE not in steps(never, empty_state(never))
+
+
+def test_a_server_that_is_not_the_declared_one_is_not_measured() -> None:
+    other = lab_spec(tier="no-radix", stages=["smoke"])
+    (change,) = plan(other, settled_state(LAB)).changes
+    assert change.blocked and "the server that runs is not tier no-radix as it is declared" in str(change)
+    stopped = settled_state(LAB, server=STOPPED)
+    assert plan(lab_spec(stages=["smoke"], smoke="always"), stopped).changes[0].blocked
+    assert not plan(lab_spec(tier="no-radix"), settled_state(LAB)).of(p.SMOKE)[0].blocked, "it is started first"
+    assert plan(lab_spec(stages=["smoke"]), settled_state(LAB)).changes == ()
 
 
 def test_smoke_runs_once_for_each_spec_and_profile() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from gpuwright.errors import GpuwrightError
 from gpuwright.hostdata import Profile
-from gpuwright.record import SCHEMA, dump, read_record, read_records, schema, table
+from gpuwright.record import SCHEMA, dump, make_record, read_record, read_records, schema, table
 from gpuwright.smoke import levels, seeds
 from operations.smoke import append
 from tests.make import bench_spec, gpu_spec, record, repeat, summary
@@ -30,11 +30,13 @@ def test_levels_come_from_the_profile() -> None:
         "--random-range-ratio": "1.0", "--warmup-requests": "20", "--seed": "7",
     }  # fmt: skip
     assert {name: argv[argv.index(name) + 1] for name in pairs} == pairs
-    assert "--flush-cache" in argv and "--output-details" in argv
+    assert {"--flush-cache", "--output-details", "--tokenize-prompt"} <= set(argv)
 
 
 def test_repeats_have_seeds_of_their_own_and_at_least_three_are_kept() -> None:
-    assert seeds(Profile(levels=[1], input_len=5, output_len=6, seed=5)) == [5, 6, 7, 8]
+    profile = Profile(levels=[1, 2, 10, 11], input_len=5, output_len=6, seed=5)
+    found = [seed for level in levels(profile) for seed in seeds(profile, level)]
+    assert len(found) == 4 * 4 and len(set(found)) == len(found)
     with pytest.raises(ValueError, match="greater than or equal to 3"):
         Profile(levels=[1], input_len=5, output_len=6, repeats=2)
 
@@ -53,7 +55,9 @@ def test_a_record_carries_the_digests_and_what_ran() -> None:
     found = record(SPEC)
     assert (found.spec_digest, found.runtime_digest) == (SPEC.spec_digest, SPEC.runtime_digest)
     assert (found.patch_set_digest, found.benchmark_digest) == (SPEC.patch_set_digest, SPEC.benchmark_digest)
-    assert found.packages["torch"] == "2.9.1" and "--device cpu" in found.argv
+    other = make_record(SPEC, summary(SPEC), "r", "abc", {"torch": "9.9"})
+    assert found.packages["torch"] == "2.9.1" and other.packages == {"torch": "9.9"}, "as found, not as locked"
+    assert "--device cpu" in found.argv
     assert found.gpu_count == 0 and found.reference == "baseline" and found.engine == "sglang==0.5.9"
 
 
@@ -86,11 +90,26 @@ def test_a_repeat_that_hung_or_crashed() -> None:
     assert found.repeats[2].broken == ["exit-code: bench_serving ended with exit code 1"]
 
 
-def test_a_broken_discarded_repeat_does_not_decide() -> None:
+def test_of_the_discarded_repeat_only_its_timing_is_excused() -> None:
     made = summary(SPEC)
-    made["levels"][0]["repeats"][0]["facts"] = {"lines": 2, "problem": ""}
+    made["levels"][0]["repeats"][0]["facts"] |= {"duration_s": 0.01, "mean_concurrency": 0.1}
+    assert record(SPEC, levels=made["levels"]).verdict == "accepted"
+    made["levels"][0]["repeats"][0]["facts"] |= {"filler": 3, "first_filler": "!!"}
     found = record(SPEC, levels=made["levels"])
-    assert found.verdict == "accepted" and found.levels[0].repeats[0].broken == ["one-record: the file holds 2 records"]
+    assert found.verdict == "rejected" and found.levels[0].median is None
+    assert found.levels[0].broken == ['warm-up: the discarded repeat: no-filler: 3 answers are filler, such as "!!"']
+
+
+def test_a_run_that_ended_early_has_its_other_levels_rejected() -> None:
+    made = summary(SPEC)
+    made["levels"] = made["levels"][:1]
+    made["levels"][0]["repeats"] = made["levels"][0]["repeats"][:2]
+    found = record(SPEC, levels=made["levels"], ended_early="the server's process 7 ended")
+    assert [level.broken for level in found.levels] == [
+        ["repeats: 1 of 1 repeats are accepted, and at least 3 must be"],
+        ["repeats: 0 of 0 repeats are accepted, and at least 3 must be"],
+    ]
+    assert "ended early: the server's process 7 ended" in table(found)
 
 
 def test_a_run_whose_server_was_restarted_counts_nowhere() -> None:
@@ -110,7 +129,8 @@ def answers(**changed: Any) -> dict[str, Any]:
     ("moment", "probe", "rule"),
     [
         ("after", answers(text=None, error="HTTP 500"), "generates: after the load 'The quick brown fox"),
-        ("before", answers(text=" "), "generates: before the load"),
+        ("before", answers(tokens=[]), "generates: before the load"),
+        ("after", answers(tokens=[7] * 32), "deterministic: greedy answers differ"),
         ("after", answers(text="!" * 40), "no-filler-answers: the model computes NaN"),
         ("after", answers(tokens=[9]), "deterministic: greedy answers differ"),
         ("after", answers() | {"other_ways": {"completions, streamed": {"error": "x"}}}, "interfaces-agree: after the"),
@@ -122,8 +142,26 @@ def answers(**changed: Any) -> dict[str, Any]:
     ],
 )
 def test_what_the_probe_finds_rejects_the_run(moment: str, probe: dict[str, Any], rule: str) -> None:
-    found = record(SPEC, **{moment: probe})
+    found = record(SPEC, **{moment: summary(SPEC)[moment] | probe})
     assert found.verdict == "rejected" and [each for each in found.broken if each.startswith(rule)], found.broken
+
+
+def test_what_an_idle_server_answers_differently_each_time_is_not_held_against_the_load() -> None:
+    made = summary(SPEC)
+    before, after = made["before"], made["after"]
+    before["again"] = [dict(before["answers"][0], text="other", tokens=[5] * 32), *before["answers"][1:]]
+    before["asked_otherwise"] = 1
+    after["answers"] = before["again"]
+    for moment in (before, after):
+        moment["other_ways"] = {"completions": {"text": "answer 1"}}
+    found = record(SPEC, before=before, after=after)
+    assert found.verdict == "accepted"
+    assert found.unobserved == [
+        "whether the load changes 1 of 8 answers: the idle server itself gives them differently"
+    ]
+    wild = [dict(answer, tokens=[9] * 32) for answer in before["answers"]]
+    found = record(SPEC, before=before | {"again": wild}, after=after | {"answers": wild})
+    assert [rule.partition(":")[0] for rule in found.broken] == ["answers-hold"]
 
 
 def test_more_than_the_server_holds_at_once_is_labelled_queued() -> None:
