@@ -9,8 +9,10 @@ against each of them. Last, one run by profile full. Records go to results/, as 
 from __future__ import annotations
 
 import itertools
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -27,7 +29,7 @@ RULES = load_catalogue().acceptance.comparison
 def pyinfra(deploy: str, *arguments: str) -> None:
     """Run a deploy of the lab; its end is judged by the record it leaves."""
     command = [PYINFRA, "inventory/lab.py", deploy, "-y", *arguments]
-    subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def measured(*data: str, restart: bool = False) -> Record:
@@ -35,11 +37,16 @@ def measured(*data: str, restart: bool = False) -> Record:
     if restart:
         pyinfra("stop.py")
     options = [part for value in ("smoke=always", *data) for part in ("--data", value)]
-    before = {record.run for record in read_records(RESULTS)[0]}
+    before, begin = {record.run for record in read_records(RESULTS)[0]}, time.monotonic()
     pyinfra("deploy.py", *options)
-    (record,) = (record for record in read_records(RESULTS)[0] if record.run not in before)
+    wall = time.monotonic() - begin
+    new = [record for record in read_records(RESULTS)[0] if record.run not in before]
+    if not new:
+        sys.exit("the deploy left no record: run `make lab`, and see what it says")
+    record = new[0]
     figures = {level.concurrency: round(level.median.output_tok_s) for level in record.levels if level.median}
-    print(f"{record.run}: {record.verdict}, {figures}, {record.load_seconds:.0f} of {record.seconds:.0f} s", flush=True)
+    print(f"{record.run}: {record.verdict}, {figures}; in bench_serving {record.load_seconds:.0f} s of {record.seconds:.0f}"
+          f" on the node, of {wall:.0f} of the whole deploy", flush=True)  # fmt: skip
     return record
 
 
@@ -47,9 +54,10 @@ def told(title: str, found: list[Compared]) -> None:
     """How a set of comparisons ended, over runs and over levels."""
     levels = [level.verdict for each in found for level in each.levels]
     runs = [each.verdict for each in found]
-    counts = ", ".join(f"{runs.count(v)} {v}" for v in dict.fromkeys(runs))
-    print(f"{title}: {len(runs)} comparisons: {counts}; levels: {levels.count('slower')} of {len(levels)} slower, "
-          f"{levels.count('faster')} faster")  # fmt: skip
+    counted = [", ".join(f"{of.count(word)} {word}" for word in sorted(set(of))) for of in (runs, levels)]
+    visible = statistics.median(each.visible for each in found)
+    print(f"{title}: {len(runs)} comparisons: {counted[0]}; {len(levels)} levels: {counted[1]}; the least slowdown seen "
+          f"at every level: {visible:.0%} (median)", flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -63,6 +71,8 @@ def main() -> None:
     full = measured("tier=baseline", "profile=full")
     outside = 1 - full.load_seconds / full.seconds
     print(f"profile full: {outside:.1%} of the run's {full.seconds:.0f} s were outside bench_serving")
+    rejected = [record.run for record in (*same, *slow, full) if record.verdict == "rejected"]
+    print(f"rejected: {len(rejected)} of {len(same) + len(slow) + 1} runs {' '.join(rejected)}")
 
 
 if __name__ == "__main__":

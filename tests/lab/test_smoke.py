@@ -21,7 +21,7 @@ from tests.lab.conftest import RESULTS, Lab, Run, ok
 
 LOCAL = RESULTS / "local"
 PROFILE = {
-    "levels": [8], "input_len": 64, "output_len": 32, "prompts_per_concurrency": 16, "min_duration_s": 0.2,
+    "levels": [8], "input_len": 64, "output_len": 32, "prompts_per_concurrency": 8, "min_duration_s": 0.2,
     "noise": 0.2, "timeout_s": 60, "repeats": 5,
 }  # fmt: skip
 SMALL = ("--data", "profiles=" + json.dumps({"smoke": PROFILE}))
