@@ -220,9 +220,11 @@ def test_a_supervisor_that_gave_up_is_quoted_and_the_server_started_again(node: 
 def test_an_api_key_is_asked_for_and_stands_nowhere_but_in_its_file(node: Lab) -> None:
     key = "a-very-secret-key"
     os.environ["GPUWRIGHT_TEST_KEY"] = key
-    secrets = json.dumps({"api-key": "env:GPUWRIGHT_TEST_KEY"})
+    os.environ["GPUWRIGHT_TEST_ADMIN"] = "the-admins-key"  # with it, the cache is emptied for nobody else
+    secrets = json.dumps({"api-key": "env:GPUWRIGHT_TEST_KEY", "admin-api-key": "env:GPUWRIGHT_TEST_ADMIN"})
     small = json.dumps({"smoke": {"levels": [1], "input_len": 64, "output_len": 32, "min_duration_s": 0.1}})
     run = ok(node.deploy("--data", f"secrets={secrets}", "--data", f"profiles={small}"))
+    assert "verdict: accepted" in run.said, "the cache was emptied before each repeat"
     assert run.changed == [p.LAUNCHERS, p.SERVER, p.RECORD, p.SMOKE], "bench_serving is let in"
     generate = ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}})
     assert get(node.port, *generate)[0] == 401 and get(node.port, *generate, key=key)[0] == 200
@@ -235,7 +237,7 @@ def test_an_api_key_is_asked_for_and_stands_nowhere_but_in_its_file(node: Lab) -
     for pid in [node.pid(), *children(node.pid())]:
         assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     assert key not in run.said
-    del os.environ["GPUWRIGHT_TEST_KEY"]
+    del os.environ["GPUWRIGHT_TEST_KEY"], os.environ["GPUWRIGHT_TEST_ADMIN"]
     assert ok(node.deploy(*NO_SMOKE)).changed == [p.LAUNCHERS, p.SERVER, p.RECORD]
     assert not path.exists() and get(node.port, *generate)[0] == 200
 

@@ -16,7 +16,7 @@ import pytest
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
 from tests.lab import container
-from tests.lab.conftest import Lab, Run, ok
+from tests.lab.conftest import RESULTS, Lab, Run, ok
 from tests.lab.test_server import healthy, within
 
 UNIT = "gpuwright-lab"
@@ -95,6 +95,16 @@ def test_logrotate_rotates_the_log_under_the_server(node: Node) -> None:
     log.with_name(log.name + ".1").unlink()
     assert healthy(node.lab)
     assert within(10, lambda: log.stat().st_size > 0), "it logs on, from the beginning"
+
+
+def test_the_server_of_a_unit_is_benchmarked_over_ssh(node: Node) -> None:
+    small = {"levels": [4], "input_len": 64, "output_len": 32, "min_duration_s": 0.1}
+    run = ok(node.deploy("--data", f"{STAGES},smoke", "--data", "profiles=" + json.dumps({"smoke": small})))
+    assert run.changed == [p.SMOKE] and "[127.0.0.1]   concurrency 4, repeat 3 of 3: " in run.said
+    (path,) = (RESULTS / "127.0.0.1").glob("*.json")
+    record = json.loads(path.read_text())
+    assert record["verdict"] == "accepted" and record["host"]["name"] == node.machine.run("hostname")
+    assert json.loads((node.lab.root / "results" / path.name).read_text()) == record, "on both sides"
 
 
 def test_a_second_deploy_changes_nothing(node: Node) -> None:

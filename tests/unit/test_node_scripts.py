@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -716,3 +717,42 @@ def test_the_time_left_is_told_from_the_waves_of_the_levels() -> None:
     assert names["left"](levels, {}) is None
     assert names["left"](levels, {1: [8.0]}) == 3 * 8 + 4 * 2, "eight waves of a second, then two waves each"
     assert names["left"](levels, {1: [8.0] * 4, 10: [5.0]}) == 15
+
+
+INFO = {"max_total_num_tokens": 20000}
+STARTED = {"tier": "baseline", "runs_on": {"runtime": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("record", "info", "gpus", "said"),
+    [
+        (STARTED, INFO, 8, None),
+        (None, INFO, 8, "the server that runs is not tier baseline as this deploy left it"),
+        (STARTED | {"tier": "ep8"}, INFO, 8, "the server that runs is not tier baseline as this deploy left it"),
+        (STARTED | {"runs_on": {"runtime": "y"}}, INFO, 8, "the server that runs is not tier baseline"),
+        (
+            STARTED,
+            {"error": "HTTP 401: no"},
+            8,
+            "does not say how many tokens it holds, so nobody could tell a queue: /s",
+        ),
+        (STARTED, INFO, 7, "8 GPUs are stated for this node (tp of the ladder), and 7 are there: a reason"),
+    ],
+)
+def test_what_cannot_give_a_result_is_refused_before_any_load(
+    record: dict[str, Any] | None, info: dict[str, Any], gpus: int, said: str | None
+) -> None:
+    class Ended(Exception):
+        pass
+
+    def fail(message: str) -> None:
+        raise Ended(message)
+
+    request = {"tier": "baseline", "runs_on": {"runtime": "x"}, "gpus": 8}
+    names: dict[str, Any] = {"REQUEST": request, "fail": fail}
+    exec(function_of("bench", "refuse_another_server"), names)
+    if said is None:
+        names["refuse_another_server"](record, info, [{}] * gpus, None)
+        return
+    with pytest.raises(Ended, match=re.escape(said)):
+        names["refuse_another_server"](record, info, [{}] * gpus, "a reason")
