@@ -112,9 +112,13 @@ def other_ways(prompt):
 
 
 def answers():
-    """The native answer to every prompt, one at a time, on an empty cache."""
+    """The native answer to every prompt, one at a time, on an empty cache; after one that failed no more are asked."""
     flush()
-    return [native(prompt) for prompt in REQUEST["probe"]["prompts"]]
+    found = []
+    for prompt in REQUEST["probe"]["prompts"]:
+        failed = found and "error" in found[-1]
+        found.append({"error": "not asked: the one before it failed"} if failed else native(prompt))
+    return found
 
 
 def probe_before():
@@ -122,14 +126,19 @@ def probe_before():
     is stable).
     """
     first, again = answers(), answers()
-    stable = [number for number, answer in enumerate(first) if answer == again[number] and "text" in answer] or [0]
+    failed = [answer["error"] for answer in first + again if "error" in answer]
+    if failed:
+        fail("the server does not answer a plain prompt, so it is not measured: %s" % failed[0])
+    stable = [number for number, answer in enumerate(first) if answer == again[number]] or [0]
     ways = other_ways(REQUEST["probe"]["prompts"][stable[0]])
     return {"answers": first, "again": again, "asked_otherwise": stable[0], "other_ways": ways}
 
 
 def probe_after(number):
     """One answer to every prompt, and that prompt's by the other ways in."""
-    return {"answers": answers(), "other_ways": other_ways(REQUEST["probe"]["prompts"][number])}
+    found = answers()
+    failed = any("error" in answer for answer in found)
+    return {"answers": found, "other_ways": {} if failed else other_ways(REQUEST["probe"]["prompts"][number])}
 
 
 def raise_open_files(needed):
@@ -385,9 +394,9 @@ def main():
     gpus, driver, unknown_gpus = nvidia_smi()
     xids_before, unknown_before = xids()
     refuse_another_server(record, ask("/server_info"), gpus, unknown_gpus)
-    os.makedirs(PART)
     say("%d deterministic prompts first" % len(REQUEST["probe"]["prompts"]))
     asked_before = probe_before()
+    os.makedirs(PART)
     say("loading bench_serving")
     preload()
     found, ended_early = measure(levels, before)
