@@ -22,7 +22,7 @@ from tests.lab.conftest import RESULTS, Lab, Run, ok
 LOCAL = RESULTS / "local"
 PROFILE = {
     "levels": [8], "input_len": 64, "output_len": 32, "prompts_per_concurrency": 8, "min_duration_s": 0.2,
-    "noise": 0.2, "timeout_s": 60, "repeats": 5,
+    "noise": 0.3, "timeout_s": 60, "repeats": 5,
 }  # fmt: skip
 SMALL = ("--data", "profiles=" + json.dumps({"smoke": PROFILE}))
 SLOW = ("--data", "tier=one-at-a-time", "--data", "gate=baseline")
