@@ -21,7 +21,8 @@ model = {"kind": "tiny"}
 
 ready_timeout_s = 300
 min_memory_gib = 6
-_lengths = {"input_len": 64, "output_len": 32, "min_duration_s": 0.3, "noise": 0.3}  # benchmarks/gate.py: two cores, shared
+# The noise floor is what benchmarks/gate.py shows of two cores that are shared with others: docs/performance.md.
+_lengths = {"input_len": 64, "output_len": 32, "min_duration_s": 0.3, "noise": 0.3}
 profiles = {
     "smoke": {"levels": [1, 4, 10], "prompts_per_concurrency": 8, "min_prompts": 16, **_lengths},
     "full": {"levels": [1, 4, 10, 32], "prompts_per_concurrency": 64, "min_prompts": 128, "repeats": 5, **_lengths},
