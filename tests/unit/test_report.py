@@ -218,8 +218,11 @@ def test_it_is_looked_at_in_a_browser(page: Path, width: int, scheme: str) -> No
         )
         plots = "[...document.querySelectorAll('.plots svg')].map(each => each.getBoundingClientRect().width)"
         sizes = tab.evaluate(plots)
+        rows = "[...document.querySelectorAll('th[scope=row]')].map(each => each.getBoundingClientRect().width)"
+        names = tab.evaluate(rows)
         browser.close()
     assert messages == []
+    assert names and min(names) > 80, "a tier's name is not broken into letters"
     assert len(sizes) == 9 and min(sizes) > 250, "no plot is squeezed"
     assert len(colours["marks"]) > 10
     assert min(contrast(each, colours["page"]) for each in colours["texts"]) >= 4.5
