@@ -104,7 +104,7 @@ def _tier_commands(parser: argparse.ArgumentParser) -> None:
         "record",
         help="propose a benchmark run as a tier's evidence: a diff of tiers.yaml",
         description="Print a diff of catalog/tiers.yaml, for `git apply`, that adds a run to its tier's evidence and "
-        "sets the status. It is compared with the runs in the folder that it lies in.",
+        "sets the status. It is compared with the runs beside it, or with those of results/.",
     )
     record.add_argument("result", metavar="RESULT.json", type=Path, help="a record, such as results/HOST/RUN.json")
     record.add_argument(
@@ -204,7 +204,7 @@ def judge_command(options: argparse.Namespace) -> int:
 
 
 def compare_command(options: argparse.Namespace) -> int:
-    """Compare two runs. Returns 0 where the candidate is as fast or faster, else 2."""
+    """Compare two runs. Returns 0 where the candidate was not seen slower, else 2."""
     records = _records(options.results)
     candidate = _run(options.candidate, records, options.host)
     named = options.reference or candidate.reference
@@ -248,7 +248,9 @@ def _tier(name: str, records: list[Record]) -> str:
 def record_command(options: argparse.Namespace) -> str:
     """The diff that makes a run its tier's evidence."""
     record = read_record(options.result)
-    records = _records(options.result.resolve().parents[1])
+    path = options.result.resolve()
+    beside = path.parent.name == folder_name(record.inventory_host)
+    records = _records(path.parent.parent if beside else RESULTS)
     return evidence.proposal(record, records, load_catalogue().acceptance.comparison, options.status)
 
 
@@ -259,6 +261,10 @@ def report_command(options: argparse.Namespace) -> int:
     records, problems = _records(options.results), read_records(options.results)[1]
     if not records:
         raise GpuwrightError(f"{shown(options.results)} holds no record that can be read: deploy with smoke on")
+    if options.output.is_dir():
+        raise GpuwrightError(
+            f"{options.output} is a folder: name a file in it, such as {options.output / 'report.html'}"
+        )
     try:
         write_report(records, problems, load_catalogue(), options.output)
     except OSError as error:

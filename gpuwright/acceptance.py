@@ -59,7 +59,7 @@ class Acceptance(Row):
 # The facts of each scope, by the names that a rule may use.
 FACTS: dict[Scope, tuple[str, ...]] = {
     "repeat": (
-        "timed_out", "seconds", "exit_code", "client_busy", "flushed", "queued", "prompts", "concurrency", "input_len",
+        "timed_out", "seconds", "exit_code", "client_cpu_s", "flushed", "queued", "prompts", "concurrency", "input_len",
         "output_len", "min_duration_s", "lines", "problem", "told_concurrency", "told_input_len", "told_output_len",
         "requests", "completed", "failed", "first_failure", "empty_texts", "unstreamed", "min_ttft_ms", "impossible",
         "overlong", "latency_p50_s", "duration_s", "mean_concurrency", "generated", "listed", "retokenised",
@@ -114,5 +114,5 @@ def judge_file(
     told["prompts"] = facts.get("requests")
     known = {name: value for name, value in asked.items() if value is not None}
     run = {"timed_out": False, "exit_code": None, "seconds": None, "min_duration_s": min_duration_s}
-    server = {"client_busy": None, "flushed": True, "queued": False}
+    server = {"client_cpu_s": None, "flushed": True, "queued": False}
     return broken(rules, "repeat", {**facts, **run, **server, **told, **known})

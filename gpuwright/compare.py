@@ -92,13 +92,14 @@ def ratio(reference: Sequence[float], candidate: Sequence[float], confidence: fl
 
 def judged(found: Ratio, noise: float) -> LevelWord:
     """What a ratio of throughputs says. A difference: where the whole interval lies beyond the noise. The same: where
-    it lies within twice the noise. Else the repeats scatter too much to tell.
+    the ratio lies within it, and the interval within twice of it. Else the repeats scatter too much to tell.
     """
     if found.high < 1 - noise:
         return "slower"
     if found.low > 1 + noise:
         return "faster"
-    return "same" if 1 - 2 * noise <= found.low and found.high <= 1 + 2 * noise else "unresolved"
+    near = abs(found.mid - 1) <= noise and 1 - 2 * noise <= found.low and found.high <= 1 + 2 * noise
+    return "same" if near else "unresolved"
 
 
 def conditions(record: Record) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def _verdict(why: list[str], levels: list[LevelVerdict], answers: float | None, 
     if answers < rules.same_answers:
         return "different answers"
     words = [level.verdict for level in levels]
-    order: tuple[LevelWord, ...] = ("slower", "faster", "unresolved", "same")
+    order: tuple[LevelWord, ...] = ("slower", "unresolved", "faster", "same")
     return next(word for word in order if word in words)
 
 

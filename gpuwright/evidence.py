@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,11 @@ def _what(record: Record) -> str:
     if record.verdict == "rejected":
         rules = record.broken or [rule for level in record.levels for rule in level.broken]
         return f"a benchmark by profile {record.profile} was rejected: {rules[0]}"
-    at = ", ".join(f"{level.median.output_tok_s:.0f} at {level.concurrency}" for level in record.levels if level.median)
+    at = ", ".join(
+        f"{level.median.output_tok_s:.0f} at {level.concurrency}{' (queued)' if level.queued else ''}"
+        for level in record.levels
+        if level.median
+    )
     return f"accepted by profile {record.profile}: output tok/s {at}"
 
 
@@ -112,12 +117,17 @@ def _changed(text: str, path: Path, record: Record, settled: str | None, what: s
         end = _end(rows, first, indent, tier=True)
         rows[end:end] = [f"{indent}evidence:", *entry]
     if "status" in tier:
-        rows[line("status") - 1] = f"{indent}status: {status}"
+        number = line("status") - 1
+        rows[number] = re.sub(r"status: *\w+", f"status: {status}", rows[number], count=1)
     else:
         rows.insert(line("evidence") - 1 if "evidence" in tier else end, f"{indent}status: {status}")
     changed = "\n".join(rows) + "\n"
-    again = yaml.safe_load(changed)["ladders"][record.ladder]["tiers"][index]
-    if (again["status"], again["evidence"][-1]["what"]) != (status, what):
+    try:
+        again = yaml.safe_load(changed)["ladders"][record.ladder]["tiers"][index]
+        right = (again["status"], again["evidence"][-1]["what"]) == (status, what)
+    except (yaml.YAMLError, KeyError, IndexError, TypeError):
+        right = False
+    if not right:
         by_hand = "\n".join([f"{indent}status: {status}", f"{indent}evidence:", *entry])
         raise GpuwrightError(f"{shown(path)} is laid out in a way that cannot be added to; by hand:\n{by_hand}")
     return changed

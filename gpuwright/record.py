@@ -56,7 +56,7 @@ class Repeat(Part):
     accepted: bool
     broken: list[str]
     seconds: float = Field(description="wall time of the load generator, its start and warm-ups included")
-    client_busy: float = Field(description="its CPU time over its wall time; it works in one thread")
+    client_cpu_s: float = Field(description="its CPU time from the start of the load; it works in one thread")
     raw: str
     sha256: str | None = Field(description="of the raw file, if it wrote one")
     figures: Figures | None
@@ -240,10 +240,10 @@ def _level(spec: NodeSpec, level: Level, runs: Iterable[Mapping[str, Any]], summ
     excused = [rule for rule in rules if not rule.timing]
     repeats = []
     for run in runs:
-        known = {name: run[name] for name in ("timed_out", "seconds", "exit_code", "client_busy", "flushed")}
+        known = {name: run[name] for name in ("timed_out", "seconds", "exit_code", "client_cpu_s", "flushed")}
         facts = {**run["facts"], **known, **asked, "queued": queued, "min_duration_s": spec.profile.min_duration_s}
         found = broken(excused if run["discarded"] else rules, "repeat", facts)
-        told = ("number", "seed", "discarded", "seconds", "client_busy", "raw", "sha256")
+        told = ("number", "seed", "discarded", "seconds", "client_cpu_s", "raw", "sha256")
         repeats.append(
             Repeat(
                 **{name: run[name] for name in told},

@@ -36,7 +36,7 @@ def benchmark(spec: NodeSpec) -> Commands:
         if spec.rank
         else "left out by smoke=never"
         if spec.data.smoke == "never"
-        else f"this spec has an accepted result by profile {spec.data.profile}",
+        else f"this spec has an accepted result of what profile {spec.data.profile} asks",
         lambda state, changes: [FunctionCommand(measure, (spec, state), {})],
     )
 

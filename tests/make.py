@@ -193,7 +193,7 @@ def repeat(level: Level, number: int, tok_s: float, **facts: Any) -> dict[str, A
     }
     return {
         "number": number, "seed": 1 + number, "discarded": number == 0, "exit_code": 0, "timed_out": False,
-        "flushed": True, "client_busy": 0.3, "seconds": 2.0, "raw": f"/r/c{level.concurrency}-r{number}.jsonl",
+        "flushed": True, "client_cpu_s": 0.1, "seconds": 2.0, "raw": f"/r/c{level.concurrency}-r{number}.jsonl",
         "sha256": "0" * 64, "facts": honest | facts,
     }  # fmt: skip
 

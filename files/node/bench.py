@@ -40,7 +40,9 @@ def at(path):
 
 
 def flush():
-    """Empty the prefix cache: whether it was done. With an admin key the server takes no other for it."""
+    """Empty the prefix cache: whether it was done, None where the server does not answer. With an admin key the server
+    takes no other for it.
+    """
     key = SECRETS.get("admin-api-key") or KEY
     for _ in range(20):  # 400: a request is not quite over yet
         try:
@@ -48,7 +50,7 @@ def flush():
                 at("/flush_cache"), headers={"Authorization": "Bearer " + key} if key else {}, timeout=60
             )
         except requests.RequestException:
-            return False
+            return None
         if response.status_code != 400:
             return response.status_code == 200
         time.sleep(0.5)
@@ -235,6 +237,22 @@ def preload():
     del sys.modules["sglang.bench_serving"]
 
 
+def post(url, **options):
+    """requests.post for bench_serving: it flushes the cache after its warm-up, looks at no answer, has no admin key."""
+    if url != at("/flush_cache"):
+        return requests.request("post", url, **options)
+    if not flush():
+        raise SystemExit("the server did not empty its prefix cache after the warm-up")
+    return None
+
+
+def cpu_seconds(pid):
+    """The CPU time of a process so far, in s."""
+    with open("/proc/%d/stat" % pid, "rb") as handle:
+        fields = handle.read().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def load(argv, log):
     """Run bench_serving in a child: (pid). Its output goes to `log`; it dies with this process."""
     sys.stdout.flush()
@@ -253,6 +271,8 @@ def load(argv, log):
         for descriptor, of in ((0, os.open(os.devnull, os.O_RDONLY)), (1, handle), (2, handle)):
             os.dup2(of, descriptor)
         os.chdir(PART)
+        SERVER.close()  # its connection is the parent's
+        requests.post = post
         sys.argv = ["sglang.bench_serving", *argv]
         runpy.run_module("sglang.bench_serving", run_name="__main__", alter_sys=True)
         code = 0
@@ -270,21 +290,41 @@ def load(argv, log):
             os._exit(code)
 
 
-def repeat(level, wanted, title):
-    """Run bench_serving once: its facts. The raw JSONL and its log stay in the run's folder."""
+def says(path, words):
+    """Whether a log has these words by now."""
+    if not os.path.exists(path):
+        return False
+    with open(path, "rb") as handle:
+        return words in handle.read()
+
+
+LOADS = b"Starting main benchmark run"  # what bench_serving says when its warm-up is over
+
+
+def repeat(level, wanted, title, alive):
+    """Run bench_serving once: its facts. The raw JSONL and its log stay in the run's folder. It is stopped when it
+    takes too long, or when processes of `alive`, the server's, are gone: "stopped" says why.
+    """
     name = "c%d-r%d" % (level["concurrency"], wanted["number"])
     raw, log = os.path.join(PART, name + ".jsonl"), os.path.join(PART, name + ".log")
-    flushed = flush()
-    begin = shown = time.time()
-    pid, timed_out, ended = load([*wanted["argv"], "--output-file", raw], log), False, 0
+    begin = shown = looked = time.time()
+    pid, stopped, ended, before = load([*wanted["argv"], "--output-file", raw], log), None, 0, None
     try:
         while not ended:
             time.sleep(0.05)
             ended, status, used = os.wait4(pid, os.WNOHANG)
-            if not ended and not timed_out and time.time() - begin > REQUEST["timeout_s"]:
-                timed_out = True
+            if ended or stopped:
+                continue
+            if before is None and says(log, LOADS):
+                before = cpu_seconds(pid)
+            if time.time() - begin > REQUEST["timeout_s"]:
+                stopped = "a repeat took more than %d s" % REQUEST["timeout_s"]
+            elif time.time() - looked >= 1:
+                looked = time.time()
+                stopped = gone(alive)
+            if stopped:
                 os.killpg(pid, signal.SIGKILL)
-            if not ended and time.time() - shown >= 30:
+            elif time.time() - shown >= 30:
                 shown = time.time()
                 say("    %s: %d s, and at most %d" % (title, shown - begin, REQUEST["timeout_s"]))
     finally:
@@ -304,9 +344,9 @@ def repeat(level, wanted, title):
         "seed": wanted["seed"],
         "discarded": wanted["discarded"],
         "exit_code": code,
-        "timed_out": timed_out,
-        "flushed": flushed,
-        "client_busy": round((used.ru_utime + used.ru_stime) / seconds, 3),
+        "timed_out": bool(stopped),
+        "stopped": stopped,
+        "client_cpu_s": round(used.ru_utime + used.ru_stime - (before or 0), 3),
         "seconds": round(seconds, 3),
         "raw": os.path.join(FOLDER, name + ".jsonl"),
         "sha256": sha256_of(raw) if os.path.exists(raw) else None,
@@ -332,6 +372,12 @@ def duration(seconds):
     return "%d s" % seconds if seconds < 90 else "%d min" % round(seconds / 60)
 
 
+def gone(alive):
+    """Which of the server's processes ended, in words, or None."""
+    ended = [str(pid) for pid in alive if not process(pid)]
+    return "the server's process %s ended" % ", ".join(ended) if ended else None
+
+
 def measure(levels, alive):
     """What every level's repeats gave. Ends early, with the reason, where going on would only wait: a repeat hung, or
     processes of `alive`, the server's, are gone.
@@ -343,7 +389,10 @@ def measure(levels, alive):
         found.append({"concurrency": level["concurrency"], "repeats": []})
         for wanted in level["repeats"]:
             title = "warm-up repeat, discarded" if wanted["discarded"] else "repeat %d of %d" % (wanted["number"], of)
-            run = repeat(level, wanted, title)
+            flushed = flush()
+            if flushed is None:
+                return found, gone(alive) or "the server does not answer"
+            run = dict(repeat(level, wanted, title, alive), flushed=flushed)
             found[-1]["repeats"].append(run)
             spent.setdefault(level["concurrency"], []).append(run["seconds"])
             figures = run["facts"].get("figures")
@@ -358,11 +407,8 @@ def measure(levels, alive):
                     "; about %s left" % duration(rest) if rest >= 1 else "",
                 )
             )
-            if run["timed_out"]:
-                return found, "a repeat took more than %d s" % REQUEST["timeout_s"]
-            gone = [pid for pid in alive if not process(pid)]
-            if gone:
-                return found, "the server's process %s ended" % ", ".join(map(str, gone))
+            if run["stopped"] or gone(alive):
+                return found, run["stopped"] or gone(alive)
     return found, None
 
 

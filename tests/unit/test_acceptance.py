@@ -189,6 +189,39 @@ def test_an_answer_may_shout(text: str) -> None:
     assert judge(damaged(at("generated_texts", 0, text))) == []
 
 
+@pytest.mark.parametrize(
+    "text", ["a long and sane beginning of an answer, and then " + "!" * 20, "so it goes: nan nan nan nan"]
+)
+def test_an_answer_that_ends_in_filler_is_filler(text: str) -> None:
+    (found,) = judge(damaged(at("generated_texts", 0, text)))
+    assert found.startswith("no-filler: 1 answers are filler")
+
+
+def silent(raw: dict[str, Any], count: int) -> None:
+    """The first answers of special tokens alone: no text, and so no times."""
+    for number in range(count):
+        raw["generated_texts"][number], raw["ttfts"][number], raw["itls"][number] = "", 0.0, []
+
+
+def test_of_a_hundred_answers_one_may_be_of_special_tokens_alone() -> None:
+    facts = raw_facts(damaged(lambda raw: silent(raw, 1)))
+    assert (facts["empty_texts"], facts["unstreamed"]) == (1, 0) and facts["min_ttft_ms"] > 0
+    assert any(each.startswith("answered: 1 of 48") for each in judge(damaged(lambda raw: silent(raw, 1))))
+    found = judge(damaged(lambda raw: silent(raw, 48)))
+    assert any(each.startswith("answered: 48 of 48") for each in found)
+
+
+def test_short_answers_may_end_a_moment_after_their_last_token() -> None:
+    def short(raw: dict[str, Any]) -> None:
+        raw.update(itls=[[0.004]] * 48, output_lens=[2] * 48, random_output_len=2, total_output_tokens=96)
+        raw.update(total_output_tokens_retokenized=96, output_throughput=96 / raw["duration"])
+        raw.update(
+            total_throughput=(96 + 64 * 48) / raw["duration"], mean_tpot_ms=4.7, median_tpot_ms=4.7, p99_tpot_ms=4.9
+        )
+
+    assert "tpot_p50_ms" not in raw_facts(damaged(short))["untrue"]
+
+
 def test_a_file_without_a_limit_of_concurrency_can_be_judged() -> None:
     assert judge_file(RULES, damaged(put(max_concurrency=None)), {}, 0.3) == []
 
@@ -221,7 +254,7 @@ def test_no_value_raises(key: str, value: Any) -> None:
 
 
 def test_every_rule_about_a_repeat_uses_facts_that_a_file_gives() -> None:
-    of_the_run = {"timed_out", "seconds", "exit_code", "client_busy", "flushed", "queued", "min_duration_s"}
+    of_the_run = {"timed_out", "seconds", "exit_code", "client_cpu_s", "flushed", "queued", "min_duration_s"}
     asked = {"prompts", "concurrency", "input_len", "output_len"}
     assert set(raw_facts(HONEST)) | of_the_run | asked == set(FACTS["repeat"])
 
@@ -268,7 +301,7 @@ def test_a_rule_that_cannot_be_judged_is_broken() -> None:
 def test_every_rule_is_seen_broken_and_seen_kept() -> None:
     """Each by facts of its scope: a rule that nothing breaks, or that nothing keeps, says nothing."""
     honest = raw_facts(HONEST)
-    run = {"timed_out": False, "exit_code": 0, "seconds": 2.0, "client_busy": 0.3, "flushed": True, "queued": False}
+    run = {"timed_out": False, "exit_code": 0, "seconds": 2.0, "client_cpu_s": 0.1, "flushed": True, "queued": False}
     kept: dict[Scope, dict[str, Any]] = {
         "repeat": {**honest, **run, **ASKED, "min_duration_s": 0.3},
         "level": {"concurrency": 4, "kept": 3, "accepted": 3, "warm_up": []},
@@ -281,7 +314,8 @@ def test_every_rule_is_seen_broken_and_seen_kept() -> None:
         "clock": {"impossible": 1},
         "answered": {"empty_texts": 40}, "retokenised": {"retokenised": 0}, "output-lengths": {"output_lens": [1, 32]},
         "input-lengths": {"input_lens": [1, 64]}, "consistent": {"untrue": ["x"]}, "duration": {"duration_s": 0.1},
-        "concurrency": {"mean_concurrency": 1}, "client-keeps-up": {"client_busy": 0.99}, "flushed": {"flushed": False},
+        "concurrency": {"mean_concurrency": 1}, "client-keeps-up": {"client_cpu_s": 9},
+        "flushed": {"flushed": False},
         "no-filler": {"filler": 1}, "no-error-text": {"error_texts": 1}, "varied": {"distinct_texts": 1},
         "repeats": {"accepted": 2}, "warm-up": {"warm_up": ["x"]}, "generates": {"unanswered": ["x"]},
         "no-filler-answers": {"filler_answers": ["x"]}, "deterministic": {"changed_answers": ["x"]},

@@ -51,6 +51,7 @@ def test_repeats_without_any_scatter_have_no_interval() -> None:
         (1.02, 1.2, "unresolved"),
         (0.8, 0.98, "unresolved"),
         (0.5, 2.0, "unresolved"),
+        (0.942, 0.9705, "unresolved"),
     ],
 )
 def test_a_difference_is_one_only_where_the_whole_interval_lies_beyond_the_noise(

@@ -111,6 +111,19 @@ def test_what_nobody_can_tell_leaves_the_status_and_says_why(tmp_path: Path) -> 
     assert tier(applied(tmp_path, blocked, []), "glm5-nvfp4", "piecewise")["status"] == "open", "it served"
 
 
+def test_a_queue_is_told_and_a_layout_that_cannot_be_added_to_is_left_alone(tmp_path: Path) -> None:
+    run = record(bench_spec(tier="no-radix"), run="r-other", max_running_requests=7)
+    found = tier(applied(tmp_path, run, []), "lab-cpu", "no-radix")
+    assert "output tok/s 201 at 2, 800 at 8 (queued)" in found["evidence"][0]["what"]
+    path = tmp_path / "tiers.yaml"
+    old = "        args: {disable-radix-cache: true}\n"
+    path.write_text(WRITTEN.replace(old, old + "        evidence: []\n"))
+    with pytest.raises(GpuwrightError, match="laid out in a way that cannot be added to; by hand:"):
+        proposal(run, [], RULES, None, path)
+    path.write_text(WRITTEN.replace(old, old + "        status: open  # a comment\n"))
+    assert "+        status: works  # a comment\n" in proposal(run, [record(bench_spec(), run="b")], RULES, None, path)
+
+
 def test_a_tier_that_serves_is_not_blocked_and_no_run_is_evidence_twice(tmp_path: Path) -> None:
     run = record(bench_spec(tier="no-radix"), run="r-other")
     with pytest.raises(GpuwrightError, match="is accepted: a tier that serves is not blocked"):

@@ -188,6 +188,8 @@ def test_report_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "holds no record that can be read: deploy with smoke on" in capsys.readouterr().err
     assert main(["report", "--results", str(folder), "--output", str(tmp_path / "none" / "x.html")]) == 1
     assert "x.html cannot be written: No such file or directory" in capsys.readouterr().err
+    assert main(["report", "--results", str(folder), "--output", str(tmp_path)]) == 1
+    assert f"{tmp_path} is a folder: name a file in it" in capsys.readouterr().err
     assert len(read_records(folder)[0]) == 2
 
 
