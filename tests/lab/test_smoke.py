@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -142,7 +143,9 @@ def test_a_server_that_dies_under_load_gives_no_result(node: Lab) -> None:
     record = records(node)[-1]
     assert len(records(node)) == before + 1 and record["verdict"] == "rejected"
     assert not record["levels"][0]["accepted"] and record["levels"][0]["median"] is None
-    assert "repeat 1 breaks exit-code: bench_serving ended with exit code 1" in run.said
+    assert re.search(
+        "repeat 1 breaks (exit-code: bench_serving ended with exit code|in-time: it was stopped after)", run.said
+    )
     assert Path(record["levels"][0]["repeats"][1]["raw"]).with_suffix(".log").exists(), "what it said is kept"
     ok(node.deploy(*SMALL))
     assert node.pid() != pid and node.record()["pid"] == node.pid() and node.record()["ready_at"]
