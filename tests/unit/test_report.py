@@ -221,7 +221,7 @@ def test_it_is_looked_at_in_a_browser(page: Path, width: int, scheme: str) -> No
         plots = "[...document.querySelectorAll('.plots svg')].map(each => each.getBoundingClientRect().width)"
         sizes = tab.evaluate(plots)
         rows = "[...document.querySelectorAll('th[scope=row]')].map(each => each.getBoundingClientRect().width)"
-        names = tab.evaluate(rows)
+        names = [width for width in tab.evaluate(rows) if width]  # what stands in closed details has none
         browser.close()
     assert messages == []
     assert names and min(names) > 80, "a tier's name is not broken into letters"
