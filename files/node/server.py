@@ -214,10 +214,10 @@ def stop(patience=30):
     def left():
         """What still lives of it. A process that is ending shows its mark no more, and is known by its start."""
         for pid in {pid for group in groups for pid in server_processes(group)} | set(marked_processes(ROOT)):
-            known.setdefault(pid, (process(pid) or {}).get("started"))
-        return sorted(
-            pid for pid, started in known.items() if (process(pid) or {"started": None})["started"] == started
-        )
+            found = process(pid)
+            if found:  # else it ended between the two looks, and must not be waited for
+                known.setdefault(pid, found["started"])
+        return sorted(pid for pid, started in known.items() if (process(pid) or {}).get("started") == started)
 
     ours = left()
     managed.update(pid for group in groups[1:] for pid in server_processes(group))
