@@ -205,7 +205,7 @@ def judge_command(options: argparse.Namespace) -> int:
 
 def compare_command(options: argparse.Namespace) -> int:
     """Compare two runs. Returns 0 where the candidate was not seen slower, else 2."""
-    records = _records(options.results)
+    records, _ = _read(options.results)
     candidate = _run(options.candidate, records, options.host)
     named = options.reference or candidate.reference
     path = Path(named)
@@ -250,7 +250,7 @@ def record_command(options: argparse.Namespace) -> str:
     record = read_record(options.result)
     path = options.result.resolve()
     beside = path.parent.name == folder_name(record.inventory_host)
-    records = _records(path.parent.parent if beside else RESULTS)
+    records, _ = _read(path.parent.parent if beside else RESULTS)
     return evidence.proposal(record, records, load_catalogue().acceptance.comparison, options.status)
 
 
@@ -258,7 +258,7 @@ def report_command(options: argparse.Namespace) -> int:
     """Write the report. Returns 0."""
     from gpuwright.report import number_of, write_report  # matplotlib, a second to import, and needed by nobody else
 
-    records, problems = _records(options.results), read_records(options.results)[1]
+    records, problems = _read(options.results)
     if not records:
         raise GpuwrightError(f"{shown(options.results)} holds no record that can be read: deploy with smoke on")
     if options.output.is_dir():
@@ -274,12 +274,12 @@ def report_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _records(folder: Path) -> list[Record]:
-    """The records below a folder; what cannot be read is said on stderr."""
+def _read(folder: Path) -> tuple[list[Record], list[str]]:
+    """The records below a folder, and what cannot be read, which is said on stderr too."""
     records, problems = read_records(folder)
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
-    return records
+    return records, problems
 
 
 def _patch_commands(parser: argparse.ArgumentParser) -> None:

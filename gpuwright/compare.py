@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gpuwright.acceptance import Comparison
-from gpuwright.record import LevelRecord, Record, prefix_share
+from gpuwright.record import LevelRecord, Record, aligned, latest, prefix_share
 
 LevelWord = Literal["faster", "same", "slower", "unresolved"]
 Verdict = Literal["faster", "same", "slower", "unresolved", "different answers", "not comparable"]
@@ -211,7 +211,7 @@ def reference_for(candidate: Record, records: Iterable[Record], tier: str) -> Re
     equal = [r for r in runs if not r.broken and not differences(r, candidate)]
     whole = [r for r in equal if r.verdict == "accepted"]
     partly = [r for r in equal if any(level.accepted for level in r.levels)]
-    return max(whole or partly or runs, key=lambda record: (record.started_at, record.run), default=None)
+    return latest(whole or partly or runs)
 
 
 def report(found: Compared) -> str:
@@ -224,10 +224,7 @@ def report(found: Compared) -> str:
         for level in found.levels:
             figures = (str(level.throughput), str(level.ttft), str(level.tpot), f"-{level.visible:.0%}")
             rows.append((str(level.concurrency), *figures, level.words))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines += [
-            "  " + "  ".join(c.rjust(w) for c, w in zip(r[:-1], widths, strict=False)) + "  " + r[-1] for r in rows
-        ]
+        lines += [f"  {line}" for line in aligned(rows)]
         lines.append(f"  ratios with their intervals; differences within {found.noise:.0%} count as noise")
     if found.agreement is not None:
         lines.append(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpuwright.compare import compare, reference_for, report
-from gpuwright.record import Record
+from gpuwright.record import Record, latest
 from gpuwright.spec import NodeSpec
 
 
@@ -25,14 +25,10 @@ def tier_gate(spec: NodeSpec, records: Sequence[Record]) -> Gated:
     if tier == spec.tier.name:
         return Gated(True)
     own = [r for r in records if r.inventory_host == spec.host and (r.spec_digest, r.benchmark_digest) == wanted]
-    candidate = _latest(own)
+    candidate = latest(own)
     if candidate is None or candidate.verdict != "accepted":
         return Gated(False, f"tier {spec.tier.name} has no accepted result by profile {spec.data.profile} to compare")
     return _against(spec, candidate, records)
-
-
-def _latest(records: Iterable[Record]) -> Record | None:
-    return max(records, key=lambda record: (record.started_at, record.run), default=None)
 
 
 def _against(spec: NodeSpec, candidate: Record, records: Iterable[Record]) -> Gated:
@@ -66,8 +62,8 @@ def canary_gate(spec: NodeSpec, canaries: Sequence[str], records: Sequence[Recor
     only its record can show.
     """
     own = [r for r in records if r.spec_digest == spec.spec_digest]
-    latest = [_latest(r for r in own if r.inventory_host == canary) for canary in canaries]
-    passing = [record for record in latest if record is not None and record.verdict == "accepted"]
+    last = [latest(r for r in own if r.inventory_host == canary) for canary in canaries]
+    passing = [record for record in last if record is not None and record.verdict == "accepted"]
     if spec.data.gate not in ("off", spec.tier.name):
         judged = [_against(spec, record, records) for record in passing]
         if any(each.passed for each in judged):

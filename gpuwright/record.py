@@ -357,6 +357,20 @@ def read_records(folder: Path, *hosts: str) -> tuple[list[Record], list[str]]:
     return sorted(records, key=lambda record: (record.started_at, record.run)), problems
 
 
+def latest(records: Iterable[Record]) -> Record | None:
+    """The run that was started last."""
+    return max(records, key=lambda record: (record.started_at, record.run), default=None)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table's lines: every column but the last to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) + "  " + row[-1]
+        for row in rows
+    ]
+
+
 def table(record: Record) -> str:
     """A run as a person reads it in a terminal: one line a level, rejected ones with the rules they break."""
     head = ("concurrency", "requests", "output tok/s", "spread", "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "verdict")
@@ -370,11 +384,7 @@ def table(record: Record) -> str:
             shown.insert(1, f"{low:.1f}-{high:.1f}")
         verdict = ("accepted, queued" if level.queued else "accepted") if level.accepted else "REJECTED"
         rows.append((str(level.concurrency), f"{len(level.kept)} x {level.prompts}", *shown, verdict))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) + "  " + row[-1]
-        for row in rows
-    ]
+    lines = aligned(rows)
     lines.insert(
         0, f"{record.inventory_host}: tier {record.tier}, profile {record.profile}, spec {record.spec_digest[:12]}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,7 +20,7 @@ from matplotlib.markers import MarkerStyle
 from gpuwright import REPOSITORY
 from gpuwright.catalogue import Catalogue
 from gpuwright.compare import Compared, compare, reference_for
-from gpuwright.record import LevelRecord, Record
+from gpuwright.record import LevelRecord, Record, latest
 from gpuwright.tiers import standing_of
 
 COLOURS = 8  # as many as the page's style names
@@ -156,9 +156,9 @@ def _ladders(records: Sequence[Record], catalogue: Catalogue) -> list[Ladder]:
         told = Ladder(name, ladder.about, hosts)
         for tier in ladder.tiers:
             known = standing_of(catalogue, ladder, tier)
-            latest = [_last(r for r in runs if r.tier == tier.name and r.inventory_host == host) for host in hosts]
+            runs_of = [latest(r for r in runs if r.tier == tier.name and r.inventory_host == host) for host in hosts]
             told.rows.append(
-                {"tier": tier, "known": known, "latest": [_outcome(r, records, catalogue) for r in latest]}
+                {"tier": tier, "known": known, "latest": [_outcome(r, records, catalogue) for r in runs_of]}
             )
         found.append(told)
     return found
@@ -175,10 +175,6 @@ def _outcome(record: Record | None, records: Sequence[Record], catalogue: Catalo
         words.insert(0, f"{found.verdict} as {reference.tier}" if found.verdict == "same" else found.verdict)
     style = "good" if record.verdict == "accepted" else "bad"
     return {"style": style, "verdict": record.verdict, "rest": ", ".join(["", *words])}
-
-
-def _last(records: Iterable[Record]) -> Record | None:
-    return max(records, key=lambda record: (record.started_at, record.run), default=None)
 
 
 def _loads(records: Sequence[Record], catalogue: Catalogue) -> list[Load]:

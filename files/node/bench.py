@@ -207,14 +207,13 @@ def xids():
 
 def host():
     """The machine, by what a person would want to see the same before comparing two runs."""
-    models = re.findall(r"^model name\s*: (.*)$", open("/proc/cpuinfo").read(), re.M)
-    with open("/proc/meminfo") as handle:
-        memory = int(handle.readline().split()[1]) * 1024
+    with open("/proc/cpuinfo") as handle:
+        models = re.findall(r"^model name\s*: (.*)$", handle.read(), re.M)
     return {
         "name": socket.gethostname(),
         "cpu": models[0] if models else os.uname().machine,
         "cpus": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory / 1024**3),
+        "memory_gib": round(memory_bytes() / 1024**3),
         "kernel": os.uname().release,
     }
 

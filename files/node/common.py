@@ -138,6 +138,12 @@ def supervisor_status(socket_path):
     }
 
 
+def memory_bytes():
+    """The machine's memory."""
+    with open("/proc/meminfo") as handle:
+        return int(handle.readline().split()[1]) * 1024
+
+
 def has_systemd():
     """Whether PID 1 is systemd, as sd_booted(3) tells it."""
     return os.path.isdir("/run/systemd/system")

@@ -265,11 +265,6 @@ def results(path):
     return found
 
 
-def memory_bytes():
-    with open("/proc/meminfo") as handle:
-        return int(handle.readline().split()[1]) * 1024
-
-
 def main():
     root, port = REQUEST["root"], REQUEST["port"]
     disk = nearest_existing(root)

@@ -9,8 +9,6 @@ import re
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pytest
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
 from tests.lab.conftest import RESULTS, Lab, Run, ok
+from tests.lab.test_server import within
 
 LOCAL = RESULTS / "local"
 PROFILE = {
@@ -114,15 +113,6 @@ def loads(node: Lab) -> list[str]:
                 if str(node.root / "results" / "raw") in str((folder / "cwd").readlink()):
                     found.append(folder.name)
     return found
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_a_server_that_dies_under_load_gives_no_result(node: Lab) -> None:
