@@ -20,6 +20,7 @@ if "preflight" in spec.stages:
 
 if "system" in spec.stages:
     system.create_folders(name="system | create the node's folders", spec=spec)
+    system.set_host(name="system | set what the host needs", spec=spec)
 
 if "runtime" in spec.stages:
     runtime.install_tools(name="runtime | install uv and supervisor", spec=spec)
@@ -33,7 +34,8 @@ if "patches" in spec.stages:
     patches.probe(name="patches | probe behaviour", spec=spec)
 
 if "model" in spec.stages:
-    model.provide_model(name="model | make or check the model", spec=spec)
+    model.provide_model(name="model | make, fetch or check the model", spec=spec)
+    model.read_config(name="model | read its config with the pinned transformers", spec=spec)
 
 if "launchers" in spec.stages:
     launchers.write_scripts(name="launchers | write launch scripts", spec=spec)

@@ -10,13 +10,15 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from gpuwright import REPOSITORY, compare, diagnose, evidence, series, tiers
+from gpuwright import REPOSITORY, checks, compare, diagnose, evidence, series, tiers
 from gpuwright.acceptance import judge_file
 from gpuwright.catalogue import Stack, flags_path, load_catalogue
 from gpuwright.errors import GpuwrightError, nearest
 from gpuwright.flags import dump_flags, read_flags
 from gpuwright.lockfile import LOCKS, TOOLS_LOCK, compile_lock, lock_path
+from gpuwright.plan import examine_node
 from gpuwright.record import RESULTS, SCHEMA, Record, folder_name, read_record, read_records, schema
+from gpuwright.state import read_observation
 from gpuwright.yamlfile import load_yaml, shown
 
 
@@ -45,6 +47,16 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("diagnose", help="say why a server ended, by its log")
     command.add_argument("log", metavar="LOGFILE", help="any log of an SGLang server; - for stdin")
     command.add_argument("--json", action="store_true", help="print JSON")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say whether a node can do the job, by a saved observation",
+        description="Judge an observation that `pyinfra INVENTORY doctor.py --data save_observation=FOLDER` kept, with "
+        "no node. Exit code 0: every `must` holds; 2: one does not, or could not be observed; 1: an error.",
+    )
+    doctor.add_argument("observation", metavar="OBSERVATION.json", type=Path)
+    doctor.add_argument("--group", default="gpu", help="whose group_data it is held against (default: gpu)")
+    doctor.add_argument("--all", action="store_true", help="print the checks that hold, too")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     _benchmark_commands(commands)
     _patch_commands(
         commands.add_parser("patches", help="list and check the patch series; make a patch; print a waiver")
@@ -60,6 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
                 "patches": len(catalogue.patches),
                 "signatures": len(catalogue.signatures.signatures),
                 "acceptance rules": len(catalogue.acceptance.rules),
+                "checks": len(catalogue.checks.checks),
+                "settings": len(catalogue.system),
             }
             print(", ".join(f"{count} {name}" for name, count in counts.items()) + ": no problem found")
         elif options.command == "lock":
@@ -82,6 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(tiers_command(options), end="" if options.action == "render" else "\n")
         elif options.command == "diagnose":
             return diagnose_command(options)
+        elif options.command == "doctor":
+            return doctor_command(options)
         else:
             return patches(options)
     except GpuwrightError as error:
@@ -144,6 +160,24 @@ def diagnose_command(options: argparse.Namespace) -> int:
     answer = diagnose.as_json(found, options.log)
     print(json.dumps(answer, indent=1) if options.json else diagnose.report(found, options.log))
     return 2 if found.verdict == "unknown" else 0
+
+
+def doctor_command(options: argparse.Namespace) -> int:
+    """Judge a saved observation. Returns 0 where nothing stops a deploy, else 2."""
+    try:
+        text = options.observation.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise GpuwrightError(f"{options.observation} cannot be read: {error.strerror}") from None
+    state = read_observation(text)
+    spec = tiers.spec_of(load_catalogue(), options.group, None, [], 0)
+    found = examine_node(spec, state)
+    if options.json:
+        print(json.dumps(checks.as_json(options.observation.stem, found, state.problems), indent=1))
+    else:
+        for line in checks.lines(found, everything=options.all):
+            print(line)
+        print(f"{options.observation}: {'passes' if found.passes else 'does not pass'}: {found.summary}")
+    return 0 if found.passes else 2
 
 
 def _benchmark_commands(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -12,12 +12,14 @@ from pydantic import Field
 
 from gpuwright import REPOSITORY
 from gpuwright.acceptance import Acceptance, acceptance_errors
+from gpuwright.checks import Checks, check_errors
 from gpuwright.diagnose import Signatures, signature_errors
 from gpuwright.errors import InputError, InputErrors, nearest
 from gpuwright.fields import DistributionName, EnvName, RequirementText, Sha256, Slug, SpecifierText
 from gpuwright.flags import Flag, load_flags
 from gpuwright.ladder import Ladder, Tiers, ladder_errors, resolve
 from gpuwright.rules import Rule, Rules, broken_rules, rule_errors
+from gpuwright.system import AnyRow, SystemRows, row_errors
 from gpuwright.yamlfile import Loc, Origin, Row, load_yaml, shown
 
 CATALOG = REPOSITORY / "catalog"
@@ -42,6 +44,18 @@ class Truth(Row):
     why: str
 
 
+class Toolchain(Row):
+    """What a stack needs of the machine: the CUDA release of its toolkit, the least driver, the newest gcc that nvcc
+    takes, the least glibc, and the libraries below site-packages whose kernels must cover the GPUs.
+    """
+
+    cuda: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+    driver: str
+    gcc: int
+    glibc: str
+    kernels: list[str]
+
+
 class Stack(Row):
     """A set of distributions that work together: what goes in, and what must be true afterwards."""
 
@@ -55,6 +69,7 @@ class Stack(Row):
     requirements: list[RequirementText] = Field(min_length=1)
     overrides: list[Override] = []
     must_be_true: list[Truth] = []
+    toolchain: Toolchain
 
 
 class Assumption(Row):
@@ -124,6 +139,8 @@ class Catalogue:
     rules: tuple[Rule, ...]
     signatures: Signatures
     acceptance: Acceptance
+    checks: Checks
+    system: dict[str, AnyRow]
     settings: tuple[Setting, ...] = ()
 
     def patches_for(self, versions: Mapping[str, str]) -> tuple[Patch, ...]:
@@ -156,6 +173,8 @@ def load_catalogue(catalog: Path = CATALOG, patches: Path = PATCHES) -> Catalogu
     rules, in_rules = load_yaml(catalog / "rules.yaml", Rules)
     signatures, in_signatures = load_yaml(catalog / "signatures.yaml", Signatures)
     acceptance, in_acceptance = load_yaml(catalog / "acceptance.yaml", Acceptance)
+    checks, in_checks = load_yaml(catalog / "checks.yaml", Checks)
+    system, in_system = load_yaml(catalog / "system.yaml", SystemRows)
     flags = {name: load_flags(flags_path(stack)) for name, stack in stacks.items()}
     engines = {name: f"{stack.engine}=={stack.engine_version}" for name, stack in stacks.items()}
     ladders, errors = resolve(written, in_tiers)
@@ -167,6 +186,8 @@ def load_catalogue(catalog: Path = CATALOG, patches: Path = PATCHES) -> Catalogu
         errors += broken_rules(ladders, in_tiers, rules.rules, engines)
     settings = {setting.id for setting in series.settings}
     errors += acceptance_errors(acceptance, in_acceptance)
+    errors += row_errors(system, in_system)
+    errors += check_errors(checks, in_checks, [row.id for row in system.settings])
     errors += signature_errors(signatures, in_signatures, patch_ids, settings, {rule.id for rule in rules.rules})
     if errors:
         raise InputErrors(errors)
@@ -178,6 +199,8 @@ def load_catalogue(catalog: Path = CATALOG, patches: Path = PATCHES) -> Catalogu
         tuple(rules.rules),
         signatures,
         acceptance,
+        checks,
+        {row.id: row for row in system.settings},
         tuple(series.settings),
     )
 

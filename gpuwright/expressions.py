@@ -8,8 +8,9 @@ from functools import cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.sandbox import SandboxedEnvironment
+from packaging.version import InvalidVersion, Version
 
 from gpuwright.errors import InputError, nearest
 from gpuwright.yamlfile import Loc, Origin
@@ -19,7 +20,16 @@ from gpuwright.yamlfile import Loc, Origin
 def _environment() -> SandboxedEnvironment:
     environment = SandboxedEnvironment()
     environment.tests["matching"] = lambda value, pattern: re.fullmatch(pattern, str(value)) is not None
+    environment.tests["at_least"] = _at_least
     return environment
+
+
+def _at_least(found: Any, wanted: str) -> bool:
+    """Whether a version is `wanted` or later. Raises TypeError for what is no version: then it cannot be judged."""
+    try:
+        return Version(str(found)) >= Version(wanted)
+    except InvalidVersion:
+        raise TypeError(f"{found!r} is not a version") from None
 
 
 @cache
@@ -28,24 +38,49 @@ def _strict() -> jinja2.Environment:
 
 
 @cache
-def _compiled(expression: str) -> Callable[..., Any]:
-    return _environment().compile_expression(expression)
+def _compiled(expression: str, strict: bool = False) -> Callable[..., Any]:
+    environment = _strict() if strict else _environment()
+    return environment.compile_expression(expression, undefined_to_none=not strict)
 
 
-def holds(expression: str, facts: Mapping[str, Any]) -> bool | None:
-    """Whether an expression is true of the facts; None when it cannot be judged: it counts with what is not there."""
+@cache
+def _message(text: str) -> jinja2.Template:
+    return _strict().from_string(text)
+
+
+def holds(expression: str, facts: Mapping[str, Any], *, strict: bool = False) -> bool | None:
+    """Whether an expression is true of the facts; None when it cannot be judged: it counts with what is not there.
+
+    `strict`: to compare what is not there is to count with it, too; only `is defined` may ask for it.
+    """
     try:
-        return bool(_compiled(expression)(**facts))
-    except (jinja2.UndefinedError, TypeError, ArithmeticError):
+        return bool(_compiled(expression, strict)(**facts))
+    except (jinja2.UndefinedError, TypeError, ArithmeticError, ValueError):
         return None
 
 
 def filled(message: str, facts: Mapping[str, Any]) -> str:
     """A message with the facts in it; itself as it is written where one is not there."""
     try:
-        return _strict().from_string(message).render(**facts)
+        return _message(message).render(**facts)
     except (jinja2.UndefinedError, TypeError, ArithmeticError, ValueError):
         return message
+
+
+def _tree(text: str, message: bool) -> nodes.Template:
+    return _environment().parse(text if message else "{{ " + text + " }}")
+
+
+@cache
+def names_of(text: str, *, message: bool = False) -> frozenset[str]:
+    """The facts that an expression, or a `message` with expressions in it, names."""
+    return frozenset(meta.find_undeclared_variables(_tree(text, message)))
+
+
+def fields_of(text: str, name: str, *, message: bool = False) -> set[str]:
+    """The fields of a fact that it names: {"gpu"} of "want.gpu.count == 8" and "want"."""
+    found = _tree(text, message).find_all(nodes.Getattr)
+    return {each.attr for each in found if isinstance(each.node, nodes.Name) and each.node.name == name}
 
 
 def problems(
@@ -53,10 +88,10 @@ def problems(
 ) -> tuple[list[InputError], jinja2.nodes.Template | None]:
     """What is wrong with an expression (or a `message` with expressions in it), and its syntax tree if it has one."""
     try:
-        tree = _environment().parse(text if message else "{{ " + text + " }}")
+        tree = _tree(text, message)
         if not message:
             _compiled(text)
     except jinja2.TemplateSyntaxError as error:
         return [origin.error(loc, f"is not an expression: {error.message}")], None
-    unknown = sorted({node.name for node in tree.find_all(nodes.Name)} - set(names))
+    unknown = sorted(meta.find_undeclared_variables(tree) - set(names))
     return [origin.error(loc, f'there is no "{name}"', nearest(name, names)) for name in unknown], tree

@@ -31,6 +31,29 @@ NodePath = Annotated[str, AfterValidator(_node_path)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
+def _secret_source(text: str) -> str:
+    kind, _, rest = text.partition(":")
+    if kind not in ("env", "file") or not rest:
+        raise ValueError("is not env:NAME or file:PATH, of the machine that runs pyinfra")
+    return text
+
+
+def _commit(text: str) -> str:
+    if len(text) != 40 or set(text) - set("0123456789abcdef"):
+        raise ValueError("is not a commit, which has 40 hex digits: a branch or a tag moves under a node")
+    return text
+
+
+def _reason(text: str) -> str:
+    if len(text.strip()) < 5:
+        raise ValueError("is not a reason")
+    return text
+
+
+SecretSource = Annotated[str, AfterValidator(_secret_source)]
+Reason = Annotated[str, AfterValidator(_reason)]
+
+
 class TinyModel(Row):
     """A random GPT-2 made in <root>/model from `seed`: hidden size, layers, heads, positions and weights' std."""
 
@@ -48,6 +71,40 @@ class FolderModel(Row):
 
     kind: Literal["folder"]
     path: NodePath
+
+
+class HubModel(Row):
+    """A model of the Hugging Face hub at one commit, kept in `path`: fetched by the venv's hub client and verified by
+    the hub's hashes. `token`: where the machine that runs pyinfra has one. `endpoint`: of a mirror.
+    """
+
+    kind: Literal["hub"]
+    path: NodePath
+    repo: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+    revision: Annotated[str, AfterValidator(_commit)]
+    token: SecretSource | None = None
+    endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+
+
+class Pcie(Row):
+    """The link that each GPU must be able to have: generation, and width in lanes."""
+
+    generation: int | None = Field(default=None, ge=1)
+    width: int | None = Field(default=None, ge=1)
+
+
+class ExpectedGpus(Row):
+    """The GPUs that a node must have: how many, as nvidia-smi names them, with at least so much memory (GiB) each.
+
+    `slots`: their PCI addresses (0000:c1:00.0), where a missing one shall be named even after a cold start without it.
+    """
+
+    count: int = Field(ge=1)
+    name: str
+    compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d$")]
+    memory_gib: float = Field(gt=0)
+    pcie: Pcie = Pcie()
+    slots: list[Annotated[str, Field(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]] = []
 
 
 class Profile(Row):
@@ -81,13 +138,6 @@ class Cluster(Row):
     port: Port = 20000
 
 
-def _secret_source(text: str) -> str:
-    kind, _, rest = text.partition(":")
-    if kind not in ("env", "file") or not rest:
-        raise ValueError("is not env:NAME or file:PATH, of the machine that runs pyinfra")
-    return text
-
-
 def _installer_env(env: dict[str, str]) -> dict[str, str]:
     if env.get("UV_LINK_MODE") == "symlink":
         raise ValueError("UV_LINK_MODE=symlink would have every patch written into uv's cache: use hardlink or copy")
@@ -95,7 +145,6 @@ def _installer_env(env: dict[str, str]) -> dict[str, str]:
 
 
 SECRET_ARGS = ("api-key", "admin-api-key")
-SecretSource = Annotated[str, AfterValidator(_secret_source)]
 SecretName = Annotated[str, Field(pattern=r"^(api-key|admin-api-key|[A-Z_][A-Z0-9_]*)$")]
 
 
@@ -113,7 +162,11 @@ class HostData(Row):
     python_download: bool = False
     installer_env: Annotated[dict[EnvName, str], AfterValidator(_installer_env)] = {}
     cuda_home: NodePath | None = None
-    model: Annotated[TinyModel | FolderModel, Field(discriminator="kind")]
+    model: Annotated[TinyModel | FolderModel | HubModel, Field(discriminator="kind")]
+    gpu: ExpectedGpus | None = None
+    system: dict[Slug, Literal[True] | int | str] = {}
+    ignored_checks: dict[Slug, Reason] = {}
+    save_observation: str | None = None
     bind: str = "127.0.0.1"
     port: Port
     supervisor: Literal["auto", "systemd", "supervisor"] = "auto"
@@ -152,7 +205,7 @@ def read_host_data(data: Mapping[str, Any], sources: Sources) -> HostData:
 
 
 def _input_error(detail: Any, sources: Sources) -> InputError:
-    loc: Loc = tuple(part for part in detail["loc"] if part not in ("tiny", "folder"))
+    loc: Loc = tuple(part for part in detail["loc"] if part not in ("tiny", "folder", "hub"))
     problem, hint = describe(detail)
     if loc[0] == "secrets":
         problem = problem.partition("; found ")[0]  # it may be the secret itself, pasted here by mistake

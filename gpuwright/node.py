@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuwright import REPOSITORY
+from gpuwright.hostdata import HubModel
 from gpuwright.patches import Action, Decision, decide
+from gpuwright.plan import config_stamp, stale_files, system_files
 from gpuwright.smoke import levels, seeds
 from gpuwright.spec import NodeFile, NodeSpec
 from gpuwright.state import NodeState, SeenInterpreter
+from gpuwright.system import Hold, Packages, package_names, stale
 
 NODE_SCRIPTS = REPOSITORY / "files" / "node"
-PARTS = {"patch_files": ("unidiff.py",), "keep_foreign": ("unidiff.py",), "bench": ("raw_facts.py",)}
+PARTS = {
+    "observe": ("machine.py",),
+    "patch_files": ("unidiff.py",),
+    "keep_foreign": ("unidiff.py",),
+    "bench": ("raw_facts.py",),
+}
 LOCK_WAIT_S = 900
 LOCKED = 75
 
@@ -64,7 +72,7 @@ def observe(spec: NodeSpec) -> NodeCommand:
     if spec.cuda_stub_source:
         files.append(spec.cuda_stub_source)
     paths = [file.path for file in files] + [spec.paths.lock_copy, spec.paths.cuda_stub]
-    paths += [spec.paths.secrets_file, spec.paths.secrets_env]
+    paths += [spec.paths.secrets_file, spec.paths.secrets_env, *(file.path for file in spec.system_files)]
     request = {
         "root": spec.paths.root,
         "venv": spec.paths.venv,
@@ -86,6 +94,7 @@ def observe(spec: NodeSpec) -> NodeCommand:
         "manifest": spec.paths.manifest,
         "originals": spec.paths.originals,
         "deep": spec.data.integrity == "deep",
+        "machine": spec.asked,
     }
     return run_script("observe", request)
 
@@ -94,6 +103,31 @@ def make_folders(spec: NodeSpec) -> list[NodeCommand]:
     """Every folder, with its mode."""
     lines = [f"install -d -m {mode:04o} {shlex.quote(path)}" for path, mode in spec.paths.folders.items()]
     return [NodeCommand(" && ".join(lines))]
+
+
+def set_host(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
+    """Make the host's settings as declared, and put back what nobody declares any more."""
+    packages = state.readings.get("packages", {"manager": None, "installed": {}, "available": []})
+    rows = []
+    for each in spec.system:
+        row: dict[str, Any] = {"id": each.id, "kind": each.kind, "target": each.target, "value": each.value}
+        if isinstance(each.row, Packages):
+            known = [*packages["installed"], *packages["available"]]
+            names = package_names(each.row, packages)
+            row["manager"] = packages["manager"]
+            row["names"] = [name for name in names if not each.row.where_available or name in known]
+        if isinstance(each.row, Hold):
+            row["prefixes"] = each.row.prefixes
+        rows.append(row)
+    request = {
+        "manifest": spec.paths.system_manifest,
+        "apply": rows,
+        "revert": stale(spec.system, state.system_manifest),
+        "files": [{"path": f.path, "text": f.text, "mode": f.mode} for f in system_files(spec, state)],
+        "remove": stale_files(spec, state),
+        "unit": spec.settings_unit if state.systemd else None,
+    }
+    return [run_script("settings", request, spec=spec, streamed=True)]
 
 
 def write_files(spec: NodeSpec, files: list[NodeFile], remove: list[str] | None = None) -> NodeCommand:
@@ -167,6 +201,11 @@ def verify_runtime(spec: NodeSpec) -> list[NodeCommand]:
     return _prove(spec, "runtime", spec.runtime_proofs, spec.runtime_stamp)
 
 
+def read_config(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
+    """Read the model's config with the venv's transformers."""
+    return _prove(spec, "config", spec.config_proofs, config_stamp(spec, state))
+
+
 def probe_patches(spec: NodeSpec) -> list[NodeCommand]:
     """What the series promises, run in the venv."""
     return _prove(spec, "patches", spec.patch_proofs, spec.patches_stamp)
@@ -218,8 +257,25 @@ def _patch_request(spec: NodeSpec, state: NodeState, decisions: list[Decision]) 
     }
 
 
-def make_tiny_model(spec: NodeSpec) -> list[NodeCommand]:
-    """Make the lab's model."""
+def provide_model(spec: NodeSpec) -> list[NodeCommand]:
+    """Make the lab's model, or fetch the hub's. A fetch may take hours, so it does not hold the node's lock: it has one
+    of its own in the model's folder.
+    """
+    model = spec.data.model
+    if isinstance(model, HubModel):
+        request = {
+            "path": model.path,
+            "repo": model.repo,
+            "revision": model.revision,
+            "endpoint": model.endpoint,
+            "token": spec.model_token,
+            "manifest": spec.paths.model_manifest,
+        }
+        proxies = {name: value for name, value in spec.data.installer_env.items() if name.lower().endswith("_proxy")}
+        fixed = {"PATH": "/usr/bin:/bin", "HOME": spec.paths.run, "LANG": "C.UTF-8"}
+        environment = [f"{name}={value}" for name, value in (fixed | proxies).items()]
+        python = shlex.join(["env", "-i", *environment, spec.python, "-I", "-u", "-"])
+        return [run_script("fetch_model", request, streamed=True, python=python)]
     return [run_script("tiny_model", {"path": spec.model_path, "model": spec.tiny_model}, spec=spec)]
 
 

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-from gpuwright.hostdata import FolderModel
+from gpuwright.checks import Examination, stop_text
+from gpuwright.hostdata import FolderModel, HubModel, TinyModel
 from gpuwright.patches import Action, Decision, FileState, decide, patched_files
-from gpuwright.preflight import problems, report
+from gpuwright.preflight import before_install, examination
 from gpuwright.spec import NodeFile, NodeSpec, digest
 from gpuwright.state import NodeState
+from gpuwright.system import gaps, stale
 
 CANARY = "preflight | ask the canary"
 PREFLIGHT = "preflight | check the node"
 FOLDERS = "system | create the node's folders"
+SETTINGS = "system | set what the host needs"
 TOOLS = "runtime | install uv and supervisor"
 VENV = "runtime | create the venv"
 SYNC = "runtime | sync venv to lock"
@@ -23,7 +26,8 @@ STUB = "runtime | build the libcuda stand-in"
 VERIFY = "runtime | verify what must be true"
 APPLY = "patches | apply the series"
 PROBE = "patches | probe behaviour"
-MODEL = "model | make or check the model"
+MODEL = "model | make, fetch or check the model"
+CONFIG = "model | read its config with the pinned transformers"
 LAUNCHERS = "launchers | write launch scripts"
 CONFIGURE = "service | configure supervisor"
 SERVER = "service | run the active tier"
@@ -67,9 +71,9 @@ def plan(spec: NodeSpec, state: NodeState) -> Plan:
     what; when a deploy runs, each step is planned anew on a fresh observation.
     """
     steps: list[tuple[str, Callable[[NodeSpec, NodeState, list[Change]], Iterable[Change]]]] = [
-        ("preflight", _preflight), ("system", _folders),
+        ("preflight", _preflight), ("system", _folders), ("system", _settings),
         ("runtime", _tools), ("runtime", _venv), ("runtime", _sync), ("runtime", _stub), ("runtime", _verify),
-        ("patches", _apply), ("patches", _probe), ("model", _model), ("launchers", _launchers),
+        ("patches", _apply), ("patches", _probe), ("model", _model), ("model", _config), ("launchers", _launchers),
         ("service", _configure), ("service", _server), ("service", _prune), ("service", _record), ("smoke", _smoke),
     ]  # fmt: skip
     changes: list[Change] = []
@@ -84,9 +88,20 @@ def _has(changes: list[Change], *steps: str) -> bool:
 
 
 def _preflight(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
-    found = problems(spec, state, installed=not _differences(spec, state), manager=manager(spec, state))
-    if found:
-        yield Change(PREFLIGHT, report(found), blocked=True)
+    stopping = before_install(spec, examine_node(spec, state))
+    if stopping:
+        yield Change(PREFLIGHT, stop_text(stopping), blocked=True)
+
+
+def examine_node(spec: NodeSpec, state: NodeState) -> Examination:
+    """The doctor's word on a node."""
+    return examination(
+        spec,
+        state,
+        installed=not _differences(spec, state),
+        manager=manager(spec, state),
+        model_problem=None if isinstance(spec.data.model, TinyModel) else folder_problem(spec, state),
+    )
 
 
 def _folders(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
@@ -100,6 +115,42 @@ def _folders(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable
             yield Change(FOLDERS, path, f"mode {mode:04o}", "absent")
         elif seen.mode != mode:
             yield Change(FOLDERS, path, f"mode {mode:04o}", f"mode {seen.mode:04o}")
+
+
+def _settings(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    old = stale(spec.system, state.system_manifest)
+    if not spec.system and not old and not stale_files(spec, state):
+        return
+    if state.uid != 0:
+        what = "settings of the host are set by root"
+        yield Change(SETTINGS, f"{what}\n    -> run with _sudo, or leave `system` empty in group_data", blocked=True)
+        return
+    for gap in gaps(spec.system, state.readings, state.problems):
+        if gap.blocked:
+            remedy = f"make it so by hand, or take {gap.id} out of `system` in group_data"
+            yield Change(SETTINGS, f"{gap.id}: {gap.what}: {gap.blocked}\n    -> {remedy}", blocked=True)
+        else:
+            yield Change(SETTINGS, f"{gap.id}: {gap.what}", gap.expected, gap.found)
+    yield from _file_changes(SETTINGS, system_files(spec, state), state)
+    kept = state.system_manifest.get("settings", {})
+    for each in spec.system:
+        if each.id not in kept and each.id not in old:
+            yield Change(SETTINGS, f"{each.id}: on record, with what was there before", "yes", "no")
+    for name, entry in old.items():
+        yield Change(SETTINGS, f"{name}: {entry['target']}", "as it was before", f"{entry.get('value') or 'set'} by us")
+    for path in stale_files(spec, state):
+        yield Change(SETTINGS, path, "absent", "a file of settings that are no longer declared")
+
+
+def system_files(spec: NodeSpec, state: NodeState) -> list[NodeFile]:
+    """What keeps the settings over a reboot; without systemd there is nothing that would run the unit."""
+    return [file for file in spec.system_files if state.systemd or not file.path.startswith("/etc/systemd/")]
+
+
+def stale_files(spec: NodeSpec, state: NodeState) -> list[str]:
+    """Files of settings that an earlier deploy wrote and that are no longer declared."""
+    wanted = {file.path for file in system_files(spec, state)}
+    return [path for path in state.system_manifest.get("files", []) if path not in wanted]
 
 
 def _tools(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
@@ -248,6 +299,9 @@ def _probe(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[C
 
 def _model(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     path, seen = spec.model_path, state.model
+    if isinstance(spec.data.model, HubModel):
+        yield from _hub_model(spec, state, spec.data.model)
+        return
     if isinstance(spec.data.model, FolderModel):
         problem = folder_problem(spec, state)
         if problem:
@@ -264,6 +318,28 @@ def _model(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[C
         file = seen.files.get(name)
         if file is None or file.sha256 != sha256:
             yield Change(MODEL, f"{path}/{name}", sha256[:12], (file.sha256 or "")[:12] if file else "absent")
+
+
+def _hub_model(spec: NodeSpec, state: NodeState, model: HubModel) -> Iterable[Change]:
+    kept, seen = state.model_manifest or {}, state.model
+    files = seen.files if seen else {}
+    if (kept.get("repo"), kept.get("revision")) != (model.repo, model.revision):
+        found = f"{kept.get('repo')} at {str(kept.get('revision'))[:12]}" if kept.get("repo") else "none"
+        yield Change(MODEL, spec.model_path, f"{model.repo} at {model.revision[:12]}", found)
+        return
+    if not kept.get("complete"):
+        yield Change(MODEL, spec.model_path, "every file fetched and verified", "a fetch that was cut off")
+        return
+    for name, entry in kept["files"].items():
+        file = files.get(name)
+        if file is None:
+            yield Change(MODEL, f"{spec.model_path}/{name}", f"{entry['size']} bytes", "absent")
+        elif [file.size, file.mtime_ns, file.inode] != [entry[key] for key in ("size", "mtime_ns", "inode")]:
+            yield Change(MODEL, f"{spec.model_path}/{name}", "as it was verified", "written since")
+    if seen is not None:
+        problem = folder_problem(spec, state)
+        if problem and set(kept["files"]) <= set(files):
+            yield Change(MODEL, problem, blocked=True)
 
 
 def folder_problem(spec: NodeSpec, state: NodeState) -> str | None:
@@ -284,6 +360,12 @@ def folder_problem(spec: NodeSpec, state: NodeState) -> str | None:
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         return f"{path} lacks {len(missing)} of {len(seen.shards)} shards: {', '.join(missing[:3])}{more}{remedy}"
+    cut = [f"{name} {seen.cut[name]}" for name in seen.shards if name in seen.cut]
+    if cut:
+        more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
+        return f"{path} holds {len(cut)} shards that are not whole: {', '.join(cut[:3])}{more}{remedy}"
+    if seen.unfinished:
+        return f"{path} holds a download that was cut off: {', '.join(seen.unfinished[:3])}{remedy}"
     tensor = spec.tier.needs.model_tensor
     if tensor and not seen.tensors.get(tensor):
         return (
@@ -291,6 +373,20 @@ def folder_problem(spec: NodeSpec, state: NodeState) -> str | None:
             f"not list{remedy}, or another `tier`"
         )
     return None
+
+
+def _config(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    config = f"{spec.model_path}/config.json"
+    if _has(before, VENV, SYNC, MODEL):
+        yield Change(CONFIG, f"{config}: the model or the runtime changes")
+    elif (state.stamps.get("config") or {}).get("value") != config_stamp(spec, state):
+        yield Change(CONFIG, config, "read by this transformers", "not read yet")
+
+
+def config_stamp(spec: NodeSpec, state: NodeState) -> str:
+    """What a config that could be read is recorded under."""
+    seen = state.model.config_sha256 if state.model else None
+    return digest([spec.lock.sha256, spec.data.python, spec.config_proofs, seen])
 
 
 def _launchers(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
@@ -404,6 +500,10 @@ def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
     return stale if server.health == 200 else ["stop", "start", "wait"]
 
 
+# What a plan made up front sees as still to be done, and what the checks before a start look at only after it.
+RUN_BEFORE_SERVER = (SETTINGS, VENV, SYNC, STUB, MODEL)
+
+
 def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     server, tier = state.server, spec.tier.name
     record = server.record or {}
@@ -419,6 +519,10 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
     for name, step in (("launch script", LAUNCHERS), ("supervisor's configuration", CONFIGURE)):
         if name in pending and not any(c.step == step and c.what in run_from for c in before):
             pending.remove(name)  # other files of that step change
+    stopping = examine_node(spec, state).stopping if "start" in server_actions(spec, state) else []
+    if stopping and not _has(before, *RUN_BEFORE_SERVER):
+        yield Change(SERVER, f"not started:\n{stop_text(stopping)}", blocked=True)
+        return
     for what in stale_managers(spec, state):
         yield Change(SERVER, what, "absent", f"left of another supervisor than {keeper(spec, state)}")
     for orphan in server.orphans:

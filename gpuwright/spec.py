@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +17,15 @@ import jinja2
 from gpuwright import REPOSITORY
 from gpuwright.acceptance import Acceptance
 from gpuwright.catalogue import PATCHES, Catalogue, Patch, Setting, Stack, flags_path
+from gpuwright.checks import Checks
 from gpuwright.diagnose import Signatures
 from gpuwright.errors import InputError, InputErrors, Place, nearest
 from gpuwright.flags import Flag, installed_proof
-from gpuwright.hostdata import SECRET_ARGS, STAGES, HostData, Profile, Sources, TinyModel, read_host_data
+from gpuwright.hostdata import SECRET_ARGS, STAGES, HostData, HubModel, Profile, Sources, TinyModel, read_host_data
 from gpuwright.ladder import COMPILER_FLAGS, Ladder, Standing, Tier, standing
 from gpuwright.lockfile import TOOLS_LOCK, Lock, lock_path, read_lock
 from gpuwright.smoke import levels
+from gpuwright.system import SHM, VALUELESS, Declared, declared, files, settings_unit, value_problem
 from gpuwright.yamlfile import shown
 
 # Without them the engine writes its API keys into its log, and tells them to whoever asks for its arguments.
@@ -99,6 +101,16 @@ class Paths:
         return f"{self.run}/secrets.env"
 
     @property
+    def system_manifest(self) -> str:
+        """Which settings of the host are ours, and what was there before."""
+        return f"{self.run}/system.json"
+
+    @property
+    def model_manifest(self) -> str:
+        """Which files of the hub's model were fetched, and what they were when they were verified."""
+        return f"{self.run}/model.json"
+
+    @property
     def lock_copy(self) -> str:
         """The lock the venv was last synced to."""
         return f"{self.run}/runtime.lock.txt"
@@ -161,6 +173,8 @@ class NodeSpec:
     flags: Mapping[str, Flag]
     signatures: Signatures
     acceptance: Acceptance
+    checks: Checks
+    system: tuple[Declared, ...] = ()
     uncovered: tuple[Patch, ...] = ()
     series: tuple[Patch, ...] = ()
     settings: tuple[Setting, ...] = ()
@@ -205,7 +219,7 @@ class NodeSpec:
         has a digest of its own.
         """
         files = [[file.path, file.sha256, file.mode] for file in self.scripts]
-        model = self.data.model.model_dump()
+        model = self.data.model.model_dump(exclude={"token"})
         return digest([self.runtime_digest, self.tools_lock.sha256, self.tier.name, files, model])
 
     @property
@@ -388,6 +402,40 @@ class NodeSpec:
         """What either supervisor is configured by; which one a node has is seen on it."""
         return (self.supervisor_conf, *self.systemd_files)
 
+    @cached_property
+    def system_files(self) -> tuple[NodeFile, ...]:
+        """What keeps the declared settings of the host over a reboot."""
+        found = files(self.system, self.paths.root, self.data.unit)
+        return tuple(NodeFile(path, text, mode) for path, (text, mode) in found.items())
+
+    @property
+    def settings_unit(self) -> str:
+        """The systemd unit that sets at boot what no file can."""
+        return settings_unit(self.data.unit)
+
+    @cached_property
+    def asked(self) -> dict[str, Any]:
+        """What files/node/machine.py is asked: which readings, and of what."""
+        rows = {kind: [each.row for each in self.system if each.kind == kind] for kind in {e.kind for e in self.system}}
+        packages = [name for row in rows.get("packages", []) for name in (*row.apt, *row.dnf)]
+        maybe = [n for row in rows.get("packages", []) if row.where_available for n in (*row.apt, *row.dnf)]
+        cuda = self.data.device == "cuda"
+        own = f"python{self.data.python}"
+        return {
+            "readings": [name for name in self.checks.readings if cuda or name not in self.checks.cuda_only],
+            "sysctls": _once([*self.checks.sysctls, *(row.name for row in rows.get("sysctl", []))]),
+            "module_options": _once([*self.checks.module_options, *(r.name for r in rows.get("module_option", []))]),
+            "kernel_files": _once([*self.checks.kernel_files, *(row.path for row in rows.get("kernel_file", []))]),
+            "services": _once([*self.checks.services, *(row.unit for row in rows.get("service", []))]),
+            "packages": _once(packages),
+            "packages_maybe": _once(maybe),
+            "cuda_home": self.data.cuda_home,
+            "pythons": [self.python, self.data.interpreter, own, f"/usr/bin/{own}"],
+            "kernels": self.stack.toolchain.kernels if cuda else [],
+            "mounts": _once([self.paths.root, SHM, self.model_path]),
+            "ports": [self.data.cluster.port] if self.data.cluster else [],
+        }
+
     def _rendered(self, template: str) -> str:
         return _templates().get_template(template).render(
             paths=self.paths, tier=self.tier, script=self.script_path(self.tier), log=self.log,
@@ -422,6 +470,27 @@ class NodeSpec:
             proofs += [_proof(f"{patch.id}: {assumed.text}", assumed.code) for assumed in patch.assumptions]
         proofs += [_proof(setting.id, _probe(setting.probe)) for setting in self.settings]
         return proofs + [_proof(f"{patch.id} is fixed upstream", _probe(patch.probe)) for patch in self.uncovered]
+
+    @property
+    def config_proofs(self) -> list[dict[str, Any]]:
+        """That the venv's transformers reads the model's config, as a proof for files/node/prove.py. A config's own
+        code is run only where the ladder has the server run it too.
+        """
+        how = {
+            "trust_remote_code": bool(self.ladder.merged_args(self.tier).get("trust-remote-code")),
+            "local_files_only": True,
+        }
+        code = (
+            "from transformers import AutoConfig\n"
+            f"print(AutoConfig.from_pretrained({self.model_path!r}, **{how!r}).model_type)\n"
+        )
+        return [{"id": "config.json", "code": code, "expect": self.ladder.model_type}]
+
+    @cached_property
+    def model_token(self) -> str | None:
+        """The hub's token, read now from this machine. Raises InputErrors where it is not there."""
+        model = self.data.model
+        return _secret("model.token", model.token) if isinstance(model, HubModel) and model.token else None
 
     @property
     def proof_env(self) -> dict[str, str]:
@@ -486,6 +555,7 @@ def build_spec(
         raise wrong("cluster", problem)
     if members and host not in {member.name for member in members}:
         raise wrong("cluster", f'group "{values.cluster.group if values.cluster else ""}" does not hold {host} itself')
+    _check_machine(values, ladder, catalogue, wrong)
     lock = read_lock(lock_path(stack, values.python))
     wanted = values.patches == "series"
     patches = catalogue.patches_for(lock.versions) if wanted else ()
@@ -513,6 +583,8 @@ def build_spec(
         flags=catalogue.flags[stack.name],
         signatures=catalogue.signatures,
         acceptance=catalogue.acceptance,
+        checks=catalogue.checks,
+        system=declared(catalogue.system, values.system),
         uncovered=uncovered,
         series=catalogue.patches,
         settings=tuple(setting for setting in catalogue.settings if values.ladder in setting.ladders),
@@ -523,6 +595,37 @@ def build_spec(
         hint = "to try it all the same: --data allow_blocked=true; to have it tried again, change what it failed on"
         raise wrong("tier", f"tier {tier.name} is blocked: {found.why}", hint)
     return spec
+
+
+def _check_machine(values: HostData, ladder: Ladder, catalogue: Catalogue, wrong: Callable[..., InputErrors]) -> None:
+    """Raises InputErrors where the expected GPUs, the host's settings or the ignored checks cannot be meant so."""
+    gpu, here = values.gpu, ladder.tp // ladder.nodes
+    if values.device == "cuda":
+        if gpu is None:
+            raise wrong("gpu", "is missing", 'say what the node must have: {"count": 8, "name": …, …}')
+        if gpu.compute_capability != ladder.compute_capability:
+            problem = f"is {gpu.compute_capability}, and ladder {values.ladder} is for {ladder.compute_capability}"
+            raise wrong("gpu", f"compute_capability {problem}")
+        if gpu.count < here:
+            raise wrong("gpu", f"count is {gpu.count}, and ladder {values.ladder} needs {here} on each host")
+    for name, value in values.system.items():
+        if name not in catalogue.system:
+            raise wrong("system", f'there is no setting "{name}"', nearest(name, catalogue.system))
+        row = catalogue.system[name]
+        if value is not True:
+            why = value_problem(row, value)
+            if why:
+                raise wrong("system", f"{name}: {why}; found {value!r}")
+        elif row.value is None and row.kind not in VALUELESS:
+            raise wrong("system", f'{name}: needs a value of your own, such as {{"{name}": 450}}')
+    ids = {check.id for check in catalogue.checks.checks}
+    for name in values.ignored_checks:
+        if name not in ids:
+            raise wrong("ignored_checks", f'there is no check "{name}"', nearest(name, ids))
+
+
+def _once(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
 
 
 def _secret(name: str, source: str) -> str:

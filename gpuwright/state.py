@@ -54,21 +54,28 @@ class SeenVenv(Seen):
 
 
 class SeenModelFile(Seen):
-    """A file of the model folder: bytes, and the sha256 where it was asked for."""
+    """A file of the model folder: bytes, when it was written (ns), its inode, and the sha256 where it was asked for."""
 
     size: int
+    mtime_ns: int
+    inode: int
     sha256: str | None
 
 
 class SeenModel(Seen):
-    """The model folder: its files, the shards its index names, the config's model_type, a tiny model's manifest.
+    """The model folder: its files, the shards its index names, the config's model_type and sha256, a tiny model's
+    manifest.
 
-    `tensors`: for each start of a tensor's name that was asked for, whether the index names one.
+    `cut`: shards whose size is not the one that their own header says, with both. `unfinished`: downloads that were cut
+    off. `tensors`: for each start of a tensor's name that was asked for, whether the index names one.
     """
 
     files: dict[str, SeenModelFile]
+    cut: dict[str, str]
+    unfinished: list[str]
     shards: list[str] | None
     model_type: str | None
+    config_sha256: str | None
     manifest: dict[str, Any] | None
     tensors: dict[str, bool]
 
@@ -116,15 +123,24 @@ class SeenResult(Seen):
     verdict: str
 
 
+class Reading(Seen):
+    """One reading of the machine (files/node/machine.py): its value, or why it could not be made, and its time in s."""
+
+    value: Any
+    problem: str | None
+    seconds: float | None
+
+
 class NodeState(Seen):
     """Everything one observation says."""
 
-    version: Literal[3]
+    version: Literal[4]
     python: str
     uid: int
     machine: str
-    memory_bytes: int
-    disk_free_bytes: int
+    machine_readings: dict[str, Reading]
+    system_manifest: dict[str, Any]
+    model_manifest: dict[str, Any] | None
     root_writable: bool
     ensurepip: bool
     commands: dict[str, str | None]
@@ -148,6 +164,16 @@ class NodeState(Seen):
     manifest: dict[str, dict[str, str]]
     originals: list[str]
 
+    @property
+    def readings(self) -> dict[str, Any]:
+        """The values of the readings that could be made."""
+        return {name: each.value for name, each in self.machine_readings.items() if each.problem is None}
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why the others could not."""
+        return {name: each.problem for name, each in self.machine_readings.items() if each.problem is not None}
+
 
 def last_line(text: str) -> str:
     """The last line that a node script printed: a login shell may print before it."""
@@ -159,12 +185,16 @@ def parse_observation(text: str) -> NodeState:
 
     Raises GpuwrightError with the offending text.
     """
-    last = last_line(text)
+    return read_observation(last_line(text))
+
+
+def read_observation(text: str) -> NodeState:
+    """The state that a whole text holds, such as a saved observation. Raises GpuwrightError with the offending text."""
     try:
-        return NodeState.model_validate_json(last)
+        return NodeState.model_validate_json(text)
     except ValidationError as error:
         detail = error.errors()[0]
         where = ".".join(str(part) for part in detail["loc"]) or "the answer"
         raise GpuwrightError(
-            f"the observation is not usable: {where}: {detail['msg']}; it said: {last[:300]!r}"
+            f"the observation is not usable: {where}: {detail['msg']}; it said: {text[:300]!r}"
         ) from None

@@ -6,7 +6,7 @@ from pyinfra import host, logger, state  # type: ignore[attr-defined]
 from pyinfra.api.operation import operation
 
 from gpuwright import gates
-from gpuwright.plan import CANARY, PREFLIGHT, Change
+from gpuwright.plan import CANARY, PREFLIGHT, Change, examine_node
 from gpuwright.record import RESULTS, read_records
 from gpuwright.spec import NodeSpec
 from operations.stage import Commands, converge, observe_peer, observed, specs
@@ -59,4 +59,11 @@ def _passed_on(spec: NodeSpec, canaries: list[str]) -> list[str]:
 @operation()
 def check_node(spec: NodeSpec) -> Commands:
     """Stop the host when something it needs is missing, with the remedy. Reads the observation; runs nothing."""
-    yield from converge(spec, PREFLIGHT, "the host has what the stack needs", lambda state, changes: [])
+    found = observed(spec)
+    result = examine_node(spec, found) if found else None
+    better = [each for each in result.findings if each.counts and each.check.severity == "should"] if result else []
+    if better:
+        ids = ", ".join(each.check.id for each in better)
+        host.log(f"    {len(better)} things should be better ({ids}): doctor.py says how", logger.warning)
+    settled = f"the host has what the stack needs ({result.summary})" if result else ""
+    yield from converge(spec, PREFLIGHT, settled, lambda state, changes: [])

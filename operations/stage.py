@@ -46,7 +46,7 @@ def desired_state(*, serving: bool = True) -> NodeSpec:
                 try:
                     spec = build_spec(each.name, _own_data(each), catalogue, _sources(each), _members(each))
                     specs[each.name] = spec
-                    _ = spec.secret_files if serving else None
+                    _ = (spec.secret_files, spec.model_token) if serving else None
                     if serving and "service" in spec.stages:
                         _require_whole_cluster(spec)
                 except InputErrors as error:

@@ -11,12 +11,13 @@ from gpuwright import REPOSITORY
 from gpuwright.catalogue import Catalogue, load_catalogue
 from gpuwright.hostdata import Sources
 from gpuwright.node_module import node_module
-from gpuwright.plan import runs_on
+from gpuwright.plan import config_stamp, runs_on
 from gpuwright.record import Record, make_record
 from gpuwright.smoke import Level, levels
-from gpuwright.spec import NodeSpec, build_spec
+from gpuwright.spec import Member, NodeSpec, build_spec
 from gpuwright.state import (
     NodeState,
+    Reading,
     SeenFile,
     SeenFolder,
     SeenInterpreter,
@@ -27,6 +28,7 @@ from gpuwright.state import (
     SeenTools,
     SeenVenv,
 )
+from tests.machines import blackwell, readings
 
 ROOT = "/opt/gpuwright"
 GIB = 1024**3
@@ -52,8 +54,8 @@ def lab_spec(**data: Any) -> NodeSpec:
     return build_spec("@local", group_data("all", "lab") | fixed | data, catalogue(), Sources((), []))
 
 
-def gpu_spec(**data: Any) -> NodeSpec:
-    return build_spec("gpu-01", group_data("all", "gpu") | data, catalogue(), Sources((), []))
+def gpu_spec(members: tuple[Member, ...] = (), **data: Any) -> NodeSpec:
+    return build_spec("gpu-01", group_data("all", "gpu") | data, catalogue(), Sources((), []), members)
 
 
 STOPPED = SeenServer(
@@ -70,15 +72,29 @@ STOPPED = SeenServer(
 )
 
 
+def seen_file(size: int, sha256: str | None = None) -> SeenModelFile:
+    return SeenModelFile(size=size, mtime_ns=1, inode=1, sha256=sha256)
+
+
+COVERING = {name: [80, 90, 120] for name in catalogue().stacks["sglang-0.5.9-cu128"].toolchain.kernels}
+
+
+def seen(state: NodeState, reading: str, value: Any = None, problem: str | None = None) -> NodeState:
+    """The state with another value of one reading, or with the reason why it could not be made."""
+    changed = {reading: Reading(value=None if problem else value, problem=problem, seconds=0.1)}
+    return state.model_copy(update={"machine_readings": state.machine_readings | changed})
+
+
 def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
     """A fresh host that has what the stack needs and nothing of ours."""
     fields: dict[str, Any] = {
-        "version": 3,
+        "version": 4,
         "python": "3.12.3",
         "uid": 0,
         "machine": "x86_64",
-        "memory_bytes": 512 * GIB,
-        "disk_free_bytes": 500 * GIB,
+        "machine_readings": readings(blackwell(), spec),
+        "system_manifest": {},
+        "model_manifest": None,
         "root_writable": True,
         "ensurepip": True,
         "commands": {name: f"/usr/bin/{name}" for name in ("bash", "c++", "cc", "flock", "logrotate", "openssl", "sh")},
@@ -88,7 +104,7 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
         "launch_scripts": [],
         "tools": None,
         "venv": None,
-        "stamps": {"runtime": None, "patches": None},
+        "stamps": {"runtime": None, "patches": None, "config": None},
         "model": None,
         "port": None,
         "server": STOPPED,
@@ -107,33 +123,46 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
 
 def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
     """The state in which a deploy has nothing to do."""
-    files = [*spec.scripts, spec.supervisor_conf, *([spec.cuda_stub_source] if spec.cuda_stub_source else [])]
-    seen = {file.path: SeenFile(sha256=file.sha256, size=len(file.text), mode=file.mode) for file in files}
-    seen[spec.paths.lock_copy] = SeenFile(sha256=spec.lock.sha256, size=1, mode=0o644)
-    seen[spec.paths.cuda_stub] = SeenFile(sha256="0" * 64, size=1, mode=0o755)
+    files = [
+        *spec.scripts,
+        *spec.system_files,
+        spec.supervisor_conf,
+        *([spec.cuda_stub_source] if spec.cuda_stub_source else []),
+    ]
+    lies = {file.path: SeenFile(sha256=file.sha256, size=len(file.text), mode=file.mode) for file in files}
+    lies[spec.paths.lock_copy] = SeenFile(sha256=spec.lock.sha256, size=1, mode=0o644)
+    lies[spec.paths.cuda_stub] = SeenFile(sha256="0" * 64, size=1, mode=0o755)
     final = {patch.file: SeenFile(sha256=patch.post_sha256, size=1, mode=0o644) for patch in spec.patches}
     if spec.tiny_model:
         names = {"model.safetensors": "a" * 64}
         model = SeenModel(
-            files={name: SeenModelFile(size=1, sha256=sha256) for name, sha256 in names.items()},
+            files={name: seen_file(1, sha256) for name, sha256 in names.items()},
+            cut={},
+            unfinished=[],
             shards=None,
             model_type="gpt2",
+            config_sha256="c" * 64,
             manifest={"model": spec.tiny_model, "files": names},
             tensors={},
         )
     else:
         shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
         model = SeenModel(
-            files={name: SeenModelFile(size=5, sha256=None) for name in shards},
+            files={name: seen_file(5) for name in shards},
+            cut={},
+            unfinished=[],
             shards=shards,
             model_type="glm_moe_dsa",
+            config_sha256="c" * 64,
             manifest=None,
             tensors={spec.tier.needs.model_tensor: True} if spec.tier.needs.model_tensor else {},
         )
+    settings = {e.id: {"kind": e.kind, "target": e.target, "before": None, "value": e.value} for e in spec.system}
     state = empty_state(
         spec,
+        system_manifest={"settings": settings, "files": [file.path for file in spec.system_files]} if settings else {},
         folders={path: SeenFolder(mode=mode, uid=0) for path, mode in spec.paths.folders.items()},
-        files=seen,
+        files=lies,
         launch_scripts=[spec.script_name(tier) for tier in spec.ladder.tiers],
         tools=SeenTools(distributions=dict(spec.tools_lock.versions), damaged={}),
         venv=SeenVenv(
@@ -161,6 +190,10 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
         },
         originals=[patch.pre_sha256 for patch in spec.patches],
     )
+    if spec.data.device == "cuda":
+        state = seen(state, "kernels", COVERING)
+    read = {"config": {"value": config_stamp(spec, state), "at": "then"}}
+    state = state.model_copy(update={"stamps": state.stamps | read})
     record = {"pid": 100, "pgid": 100, "runs_on": runs_on(spec, state), "ready_at": "then"}
     server = STOPPED.model_copy(
         update={"manager": "supervisor", "status": "RUNNING", "pid": 100, "record": record, "processes": [100, 101],

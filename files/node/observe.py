@@ -2,12 +2,13 @@
 
 The one exception is asked for: with `deep`, what was read is remembered in run/integrity.json.
 REQUEST says where to look: root, venv, tools, files, folders, commands, address, port, unit, model, interpreter,
-patched, manifest, originals, deep.
+patched, manifest, originals, deep, machine (what files/node/machine.py is asked).
 """
 
 import base64
 import csv
 import glob
+import re
 import shutil
 import stat
 import subprocess
@@ -187,6 +188,26 @@ def interpreter(wanted, path):
     return None
 
 
+DATA_END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d+)\s*\]')
+
+
+def cut_shard(path, size):
+    """What is wrong with a safetensors file's size, or None: its header says how long its data is.
+
+    Source: the safetensors format: 8 bytes of header length, the header, the tensors.
+    """
+    try:
+        with open(path, "rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            header = handle.read(length) if 2 <= length <= min(size, 1 << 30) else b""
+    except OSError as error:
+        return "cannot be read: %s" % error.strerror
+    if not header.startswith(b"{") or len(header) != length:
+        return "has no whole header"
+    wanted = 8 + length + max((int(end) for end in DATA_END.findall(header)), default=0)
+    return None if size == wanted else "has %d bytes, and its header says %d" % (size, wanted)
+
+
 def model(request):
     """The model folder: sizes of its files, the shards its index names, and hashes of what `hash` names."""
     path = request["path"]
@@ -196,14 +217,29 @@ def model(request):
     for name in listing(path):
         full = os.path.join(path, name)
         if os.path.isfile(full):
-            files[name] = {"size": os.path.getsize(full), "sha256": sha256_of(full) if request["hash"] else None}
+            found = os.stat(full)
+            files[name] = {
+                "size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino,
+                "sha256": sha256_of(full) if request["hash"] else None,
+            }  # fmt: skip
     index = read_json(os.path.join(path, "model.safetensors.index.json"))
     names = index.get("weight_map") if index else None
-    config = read_json(os.path.join(path, "config.json"))
+    names = names if isinstance(names, dict) else None
+    config_path = os.path.join(path, "config.json")
+    config = read_json(config_path)
+    shards = [name for name in files if name.endswith(".safetensors")]
+    problems = {name: cut_shard(os.path.join(path, name), files[name]["size"]) for name in shards}
     return {
         "files": files,
+        "cut": {name: problem for name, problem in problems.items() if problem},
+        "unfinished": sorted(
+            os.path.basename(each)
+            for folder in ("", ".cache/huggingface/download", ".cache/gpuwright")
+            for each in glob.glob(os.path.join(glob.escape(os.path.join(path, folder)), "*.incomplete"))
+        ),
         "shards": sorted(set(names.values())) if names is not None else None,
-        "model_type": config.get("model_type") if config else None,
+        "model_type": config.get("model_type") if isinstance(config, dict) else None,
+        "config_sha256": sha256_of(config_path) if config is not None else None,
         "manifest": read_json(os.path.join(path, "gpuwright-model.json")) if request["hash"] else None,
         "tensors": {start: any(name.startswith(start) for name in names or ()) for start in request["tensors"]},
     }
@@ -265,10 +301,20 @@ def results(path):
     return found
 
 
+STAMPS = ("runtime", "patches", "config")
+
+
+def site_of(path):
+    """The site-packages of a venv, or None."""
+    found = sorted(glob.glob(os.path.join(glob.escape(path), "lib", "python3.*", "site-packages")))
+    return found[-1] if found else None
+
+
 def main():
     root, port = REQUEST["root"], REQUEST["port"]
     disk = nearest_existing(root)
-    space = os.statvfs(disk)
+    asked = dict(REQUEST["machine"], site=site_of(REQUEST["venv"]))
+    reader = begin_readings(asked)
     try:
         import ensurepip  # noqa: F401  (absent on Debian without python3-venv)
 
@@ -280,12 +326,12 @@ def main():
     patched = sorted(set(REQUEST["patched"]) | set(manifest))
     deep_cache = os.path.join(root, "run", "integrity.json") if REQUEST["deep"] else None
     answer = {
-        "version": 3,
+        "version": 4,
         "python": "%d.%d.%d" % sys.version_info[:3],
         "uid": os.geteuid(),
         "machine": os.uname().machine,
-        "memory_bytes": memory_bytes(),
-        "disk_free_bytes": space.f_bavail * space.f_frsize,
+        "system_manifest": read_json(os.path.join(root, "run", "system.json")) or {},
+        "model_manifest": read_json(os.path.join(root, "run", "model.json")),
         "root_writable": os.access(disk, os.W_OK),
         "ensurepip": has_ensurepip,
         "commands": {name: shutil.which(name) for name in REQUEST["commands"]},
@@ -297,7 +343,9 @@ def main():
         ],
         "tools": tools and {"distributions": tools["distributions"], "damaged": tools["damaged"]},
         "venv": venv(REQUEST["venv"], patched, deep_cache),
-        "stamps": {name: read_json(os.path.join(root, "run", "%s.json" % name)) for name in ("runtime", "patches")},
+        "stamps": {
+            name: read_json(os.path.join(root, "run", "%s.json" % name)) for name in ("runtime", "patches", "config")
+        },
         "model": model(REQUEST["model"]),
         "port": port_holder(port),
         "server": server(root, REQUEST["unit"]),
@@ -312,6 +360,7 @@ def main():
     answer["patched"] = {path: file(os.path.join(site, path)) if site else None for path in patched}
     answer["manifest"] = manifest
     answer["originals"] = [name for name in listing(REQUEST["originals"]) if len(name) == 64]
+    answer["machine_readings"] = finish_readings(reader, asked)
     print(json.dumps(answer))
 
 

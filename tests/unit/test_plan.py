@@ -10,8 +10,8 @@ from gpuwright import plan as p
 from gpuwright.hostdata import STAGES
 from gpuwright.plan import plan, runs_on, server_actions
 from gpuwright.spec import NodeSpec
-from gpuwright.state import NodeState, SeenFile, SeenModelFile, SeenPort, SeenProcess, SeenVenv
-from tests.make import ROOT, STOPPED, empty_state, gpu_spec, lab_spec, settled_state
+from gpuwright.state import NodeState, SeenFile, SeenPort, SeenProcess, SeenVenv
+from tests.make import ROOT, STOPPED, empty_state, gpu_spec, lab_spec, seen_file, settled_state
 
 LAB = lab_spec()
 GPU = gpu_spec()
@@ -30,8 +30,8 @@ def test_a_settled_node_has_no_change(spec: NodeSpec) -> None:
 
 def test_a_fresh_lab_node_has_every_step_but_preflight_and_pruning() -> None:
     assert steps(LAB, empty_state(LAB)) == [
-        p.FOLDERS, p.TOOLS, p.VENV, p.SYNC, p.STUB, p.VERIFY, p.APPLY, p.PROBE, p.MODEL, p.LAUNCHERS, p.CONFIGURE,
-        p.SERVER, p.RECORD, p.SMOKE,
+        p.FOLDERS, p.TOOLS, p.VENV, p.SYNC, p.STUB, p.VERIFY, p.APPLY, p.PROBE, p.MODEL, p.CONFIG, p.LAUNCHERS,
+        p.CONFIGURE, p.SERVER, p.RECORD, p.SMOKE,
     ]  # fmt: skip
 
 
@@ -69,11 +69,11 @@ def with_record(**fields: object) -> NodeState:
 ORPHAN = SeenProcess(pid=77, command="sglang::scheduler_TP0")
 PATCHED = LAB.patches[0]
 PRISTINE = SeenFile(sha256=PATCHED.pre_sha256, size=1, mode=0o644)
-RUNTIME = [p.SYNC, p.VERIFY, p.SERVER]
+RUNTIME = [p.SYNC, p.VERIFY, p.CONFIG, p.SERVER]
 SCRIPT = LAB.active_script.path
 OTHER_SCRIPT = LAB.scripts[1].path
 assert SETTLED.model is not None
-EDITED_MODEL = SETTLED.model.model_copy(update={"files": {"model.safetensors": SeenModelFile(size=1, sha256="b" * 64)}})
+EDITED_MODEL = SETTLED.model.model_copy(update={"files": {"model.safetensors": seen_file(1, "b" * 64)}})
 
 DIFFERENCES: dict[str, tuple[NodeState, list[str]]] = {
     "a distribution is missing": (with_distributions(requests=None), RUNTIME),
@@ -88,7 +88,7 @@ DIFFERENCES: dict[str, tuple[NodeState, list[str]]] = {
         with_distributions(flashinfer_python="0.6.4").model_copy(
             update={"patched": SETTLED.patched | {PATCHED.file: SeenFile(sha256="f" * 64, size=1, mode=0o644)}}
         ),
-        [p.SYNC, p.VERIFY, p.APPLY, p.PROBE, p.SERVER],
+        [p.SYNC, p.VERIFY, p.APPLY, p.PROBE, p.CONFIG, p.SERVER],
     ),
     "a patched file is pristine again": (
         SETTLED.model_copy(update={"patched": SETTLED.patched | {PATCHED.file: PRISTINE}}),
@@ -106,7 +106,11 @@ DIFFERENCES: dict[str, tuple[NodeState, list[str]]] = {
         SETTLED.model_copy(update={"stamps": SETTLED.stamps | {"patches": {"value": LAB.patches_stamp, "at": "now"}}}),
         [p.SERVER],
     ),
-    "a weight was edited": (SETTLED.model_copy(update={"model": EDITED_MODEL}), [p.MODEL, p.SERVER]),
+    "a weight was edited": (SETTLED.model_copy(update={"model": EDITED_MODEL}), [p.MODEL, p.CONFIG, p.SERVER]),
+    "the model's config was never read": (
+        SETTLED.model_copy(update={"stamps": SETTLED.stamps | {"config": None}}),
+        [p.CONFIG],
+    ),
     "the active script was edited": (with_file(SCRIPT, sha256="0" * 64), [p.LAUNCHERS, p.SERVER]),
     "another tier's script was edited": (with_file(OTHER_SCRIPT, sha256="0" * 64), [p.LAUNCHERS]),
     "a script lost its execute bit": (with_file(OTHER_SCRIPT, mode=0o644), [p.LAUNCHERS]),
@@ -312,7 +316,7 @@ def folder(edit: Callable[[dict[str, object]], None]) -> NodeState:
         (folder(lambda m: m.update(model_type=None)), "names no model_type"),
         (folder(lambda m: m.update(files={})), "lacks 2 of 2 shards"),
         (
-            folder(lambda m: m.update(files={"model-00001-of-00002.safetensors": {"size": 0, "sha256": None}})),
+            folder(lambda m: m.update(files={"model-00001-of-00002.safetensors": seen_file(0).model_dump()})),
             "lacks 2",
         ),
         (folder(lambda m: m.update(shards=None, files={})), "nor any .safetensors"),

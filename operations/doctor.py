@@ -1,0 +1,48 @@
+"""The doctor's visit: every check of every host, before anything is done to any."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pyinfra import host, logger, state  # type: ignore[attr-defined]
+
+from gpuwright import checks
+from gpuwright.plan import examine_node
+from gpuwright.record import folder_name
+from gpuwright.spec import NodeSpec
+from operations.stage import desired_state, observed
+
+_verdicts: dict[str, int] = {}
+
+
+def visit() -> None:
+    """Examine this host. When all have been, the run ends: exit code 0 where each passes, 2 where a `must` does not
+    hold or cannot be observed, 1 where a host could not be asked. Nothing is changed on any.
+    """
+    try:
+        _verdicts[host.name] = _examine(desired_state(serving=False))
+    finally:
+        everyone = {each.name for each in state.inventory.iter_activated_hosts()}
+        if everyone <= {*_verdicts, *(each.name for each in state.failed_hosts)}:
+            unreached = [each.name for each in state.failed_hosts]
+            for name in unreached:
+                logger.error(f"    {name} could not be examined")
+            sys.exit(1 if unreached else max(_verdicts.values(), default=1))
+
+
+def _examine(spec: NodeSpec) -> int:
+    found = observed(spec)
+    if found is None:
+        return 1
+    result = examine_node(spec, found)
+    for line in checks.lines(result):
+        host.log(f"  {line}", logger.info)
+    host.log(f"  {'passes' if result.passes else 'does not pass'}: {result.summary}", logger.info)
+    if spec.data.save_observation:
+        folder = Path(spec.data.save_observation)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{folder_name(host.name)}.json"
+        path.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        host.log(f"  wrote {path}: python -m gpuwright doctor {path} --group …", logger.info)
+    return 0 if result.passes else 2
