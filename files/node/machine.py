@@ -75,26 +75,22 @@ class Node:
             raise Unobserved("%s cannot be run: %s" % (argv[0], error.strerror)) from None
         ends = time.monotonic() + timeout_s
         said = {started.stdout: b"", started.stderr: b""}
-        pipes = list(said)
-        while pipes:
-            ready = select.select(pipes, [], [], max(0, ends - time.monotonic()))[0]
-            if not ready or sum(map(len, said.values())) > MOST_BYTES:
-                try:
-                    os.killpg(started.pid, signal.SIGKILL)
-                except OSError:
-                    pass
-                why = "did not answer within %g s" % timeout_s if not ready else "says more than can be read"
-                raise Unobserved("%s %s" % (" ".join(argv), why))
-            for pipe in ready:
-                part = os.read(pipe.fileno(), 1 << 16)
-                said[pipe] += part
-                if not part:
-                    pipes.remove(pipe)
+        why = gather(said, ends)
         try:
-            code = started.wait(max(0.1, ends - time.monotonic()))
+            code = started.wait(0.5 if why else max(0.1, ends - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise Unobserved("%s did not end within %g s" % (" ".join(argv), timeout_s)) from None
+            code, why = None, why or "did not end"
+        if why:
+            try:
+                os.killpg(started.pid, signal.SIGKILL)
+                started.wait(0.5)
+            except (OSError, subprocess.TimeoutExpired):
+                pass
         out, err = (said[pipe].decode("utf-8", "replace") for pipe in (started.stdout, started.stderr))
+        for pipe in said:
+            pipe.close()
+        if why:
+            raise Unobserved("%s %s within %g s" % (" ".join(argv), why, timeout_s))
         return code, out, err
 
     def space(self, path):
@@ -121,6 +117,23 @@ class Node:
             return os.confstr("CS_GNU_LIBC_VERSION")
         except (ValueError, OSError):
             return None
+
+
+def gather(said, ends):
+    """Read pipes, {pipe: what it gave}, to their end; why it was given up, or None."""
+    pipes = list(said)
+    while pipes:
+        ready = select.select(pipes, [], [], max(0, ends - time.monotonic()))[0]
+        if not ready:
+            return "did not answer"
+        if sum(map(len, said.values())) > MOST_BYTES:
+            return "said more than can be read"
+        for pipe in ready:
+            part = os.read(pipe.fileno(), 1 << 16)
+            said[pipe] += part
+            if not part:
+                pipes.remove(pipe)
+    return None
 
 
 def said_by(source, argv, timeout_s=TOOL_TIMEOUT_S):
