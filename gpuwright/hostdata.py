@@ -207,7 +207,7 @@ def read_host_data(data: Mapping[str, Any], sources: Sources) -> HostData:
 def _input_error(detail: Any, sources: Sources) -> InputError:
     loc: Loc = tuple(part for part in detail["loc"] if part not in ("tiny", "folder", "hub"))
     problem, hint = describe(detail)
-    if loc[0] == "secrets":
+    if loc[0] == "secrets" or "token" in loc or (loc[0] == "model" and isinstance(detail.get("input"), dict)):
         problem = problem.partition("; found ")[0]  # it may be the secret itself, pasted here by mistake
     if detail["type"] == "extra_forbidden":
         hint = nearest(str(loc[-1]), fields_at(HostData, loc[:-1]))

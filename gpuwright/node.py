@@ -88,6 +88,7 @@ def observe(spec: NodeSpec) -> NodeCommand:
         "model": {
             "path": spec.model_path,
             "hash": spec.tiny_model is not None,
+            "manifest": spec.paths.model_manifest,
             "tensors": [spec.tier.needs.model_tensor] if spec.tier.needs.model_tensor else [],
         },
         "patched": sorted({patch.file for patch in spec.series}),

@@ -351,21 +351,20 @@ def folder_problem(spec: NodeSpec, state: NodeState) -> str | None:
     if seen.model_type is None:
         return f"{path}/config.json is absent or names no model_type{remedy}"
     if seen.model_type != spec.ladder.model_type:
-        wanted = f"ladder {spec.data.ladder} is for {spec.ladder.model_type}"
-        return f"{path}/config.json is of a {seen.model_type}, and {wanted}{remedy}, or another `ladder`"
-    if seen.shards is None:
-        weights = [name for name in seen.files if name.endswith(".safetensors")]
-        return None if weights else f"{path} holds neither model.safetensors.index.json nor any .safetensors{remedy}"
-    missing = [name for name in seen.shards if name not in seen.files or not seen.files[name].size]
+        other = f"ladder {spec.data.ladder} is for {spec.ladder.model_type}"
+        return f"{path}/config.json is of a {seen.model_type}, and {other}{remedy}, or another `ladder`"
+    weights = [name for name in seen.files if name.endswith(".safetensors")]
+    if seen.shards is None and not weights:
+        return f"{path} holds neither model.safetensors.index.json nor any .safetensors{remedy}"
+    wanted = weights if seen.shards is None else seen.shards
+    missing = [name for name in wanted if name not in seen.files or not seen.files[name].size]
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        return f"{path} lacks {len(missing)} of {len(seen.shards)} shards: {', '.join(missing[:3])}{more}{remedy}"
-    cut = [f"{name} {seen.cut[name]}" for name in seen.shards if name in seen.cut]
+        return f"{path} lacks {len(missing)} of {len(wanted)} shards: {_few(missing)}{remedy}"
+    cut = [f"{name} {seen.cut[name]}" for name in wanted if name in seen.cut]
     if cut:
-        more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
-        return f"{path} holds {len(cut)} shards that are not whole: {', '.join(cut[:3])}{more}{remedy}"
+        return f"{path} holds {len(cut)} of {len(wanted)} shards cut off: {_few(cut)}{remedy}"
     if seen.unfinished:
-        return f"{path} holds a download that was cut off: {', '.join(seen.unfinished[:3])}{remedy}"
+        return f"{path} holds a download that was cut off: {_few(seen.unfinished)}{remedy}"
     tensor = spec.tier.needs.model_tensor
     if tensor and not seen.tensors.get(tensor):
         return (
@@ -373,6 +372,10 @@ def folder_problem(spec: NodeSpec, state: NodeState) -> str | None:
             f"not list{remedy}, or another `tier`"
         )
     return None
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _config(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:

@@ -214,7 +214,8 @@ def model(request):
     if not os.path.isdir(path):
         return None
     files = {}
-    for name in listing(path):
+    fetched = (read_json(request["manifest"]) or {}).get("files", {})
+    for name in sorted({*listing(path), *fetched}):  # a repository of the hub may have folders
         full = os.path.join(path, name)
         if os.path.isfile(full):
             found = os.stat(full)

@@ -107,6 +107,43 @@ def data_of(data: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in data.items() if not name.startswith("ssh_")}
 
 
+def doctor(node: Node, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [Path(sys.executable).with_name("pyinfra"), node.inventory, "doctor.py", *arguments],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_the_doctor_takes_one_command_changes_nothing_and_asks_no_question(node: Node, tmp_path: Path) -> None:
+    before, sessions = sorted(node.root.rglob("*")), node.sessions()
+    done = doctor(node, "--data", f"save_observation={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "[127.0.0.1]   passes: " in done.stderr and "Press enter" not in done.stderr
+    assert node.sessions() - sessions == 1 and sorted(node.root.rglob("*")) == before
+    saved = tmp_path / "127.0.0.1.json"
+    command = [sys.executable, "-m", "gpuwright", "doctor", saved, "--group", "lab"]
+    judged = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert judged.returncode == 0 and "127.0.0.1.json: passes: " in judged.stdout
+
+
+def test_the_doctor_s_exit_code_is_2_where_a_must_does_not_hold(node: Node) -> None:
+    done = doctor(node, "--data", "min_memory_gib=99999")
+    assert done.returncode == 2
+    assert "must   failed   memory: expected 99999 GiB of memory; found" in done.stderr
+    assert "-> use a larger host, or set `min_memory_gib` if you know better" in done.stderr
+
+
+def test_a_host_that_cannot_be_reached_is_an_error_and_does_not_hide_the_others(node: Node) -> None:
+    inventory = node.inventory.with_name("other") / "lab.py"
+    inventory.parent.mkdir(exist_ok=True)
+    data = node.sshd.data() | {"root": str(node.root), "port": 1024}
+    away = data | {"ssh_hostname": "127.0.0.1", "ssh_port": 9}
+    inventory.write_text(f"lab = [('127.0.0.1', {data!r}), ('gone', {away!r})]\n")
+    done = doctor(Node(node.root, inventory, node.sshd), "-y")
+    assert done.returncode == 1, done.stderr
+    assert "gone could not be examined" in done.stderr and "[127.0.0.1]   passes: " in done.stderr
+
+
 def test_an_unknown_host_key_is_refused(node: Node) -> None:
     known = node.sshd.known_hosts.read_text()
     node.sshd.known_hosts.write_text("")

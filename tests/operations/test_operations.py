@@ -28,7 +28,18 @@ from gpuwright.spec import Member, NodeFile, NodeSpec, build_spec
 from gpuwright.state import SeenFile, SeenPort
 from operations import launchers, model, patches, preflight, runtime, service, smoke, system
 from operations.limit import require_match
-from tests.make import ROOT, bench_spec, catalogue, empty_state, gpu_spec, group_data, lab_spec, record, settled_state
+from tests.make import (
+    ROOT,
+    bench_spec,
+    catalogue,
+    empty_state,
+    gpu_spec,
+    group_data,
+    lab_spec,
+    record,
+    seen,
+    settled_state,
+)
 from tests.operations.conftest import Collect
 
 LAB = lab_spec()
@@ -216,6 +227,56 @@ def test_provide_the_tiny_model(collect: Collect) -> None:
     (command,) = collect(model.provide_model, LAB, EMPTY)
     request = request_of(command, "tiny_model")
     assert request == {"path": f"{ROOT}/model", "model": LAB.tiny_model}
+
+
+def test_fetch_a_model_of_the_hub(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUWRIGHT_TEST_TOKEN", "hf_secret")
+    wanted = {
+        "kind": "hub",
+        "path": "/models/m",
+        "repo": "org/m",
+        "revision": "a" * 40,
+        "token": "env:GPUWRIGHT_TEST_TOKEN",
+    }
+    spec = lab_spec(model=wanted, installer_env={"HTTPS_PROXY": "http://proxy:3128", "UV_SYSTEM_CERTS": "1"})
+    (command,) = collect(model.provide_model, spec, empty_state(spec))
+    assert isinstance(command, NodeCommand) and command.streamed
+    assert command.line == (
+        f"env -i PATH=/usr/bin:/bin HOME={ROOT}/run LANG=C.UTF-8 HTTPS_PROXY=http://proxy:3128 "
+        f"{ROOT}/venv/bin/python -I -u - 2>&1"
+    )
+    request = json.loads(json.loads(command.stdin.partition("REQUEST = json.loads(")[2].partition(")\n")[0]))
+    assert command.stdin == node.script("fetch_model", request)
+    assert request == {
+        "path": "/models/m", "repo": "org/m", "revision": "a" * 40, "endpoint": None, "token": "hf_secret",
+        "manifest": f"{ROOT}/run/model.json",
+    }  # fmt: skip
+    other = lab_spec(model=wanted | {"token": None})
+    assert spec.spec_digest == other.spec_digest, "who asks for a model does not change what is served"
+
+
+def test_read_the_config(collect: Collect) -> None:
+    (command,) = collect(model.read_config, LAB, EMPTY)
+    request = request_of(command, "prove")
+    assert request["stamp"] == f"{ROOT}/run/config.json" and request["proofs"][0]["expect"] == "gpt2"
+    assert "'trust_remote_code': False" in request["proofs"][0]["code"]
+    assert "'trust_remote_code': True" in gpu_spec().config_proofs[0]["code"], "as the ladder has the server do"
+
+
+def test_what_waits_for_a_reboot_is_said_at_each_deploy(collect: Collect, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pyinfra")
+    spec = gpu_spec(system={"uvm-no-hmm": True})
+    state = seen(settled_state(spec), "module_options", {"nvidia_uvm.uvm_disable_hmm": "N"})
+    assert collect(system.set_host, spec, state) == []
+    assert "waits for a reboot: uvm-no-hmm: nvidia_uvm.uvm_disable_hmm is N, and Y after a reboot" in caplog.text
+
+
+def test_what_should_be_better_is_counted_and_stops_nothing(collect: Collect, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pyinfra")
+    spec = gpu_spec()
+    state = seen(settled_state(spec), "p2p", {"0-1": "CNS"})
+    assert collect(preflight.check_node, spec, state) == []
+    assert "1 things should be better (p2p): doctor.py says how" in caplog.text
 
 
 def test_write_scripts_writes_what_differs_and_removes_what_no_tier_has(collect: Collect) -> None:

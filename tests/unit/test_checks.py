@@ -558,3 +558,46 @@ def test_facts_name_what_the_rows_may_use() -> None:
 
 def test_every_check_is_tested() -> None:
     assert sorted(BROKEN) == sorted(ROWS) and len(ROWS) >= 60
+
+
+# --- python -m gpuwright doctor ---------------------------------------------------------------------------------------
+
+
+def test_the_command_line_judges_a_saved_observation(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from gpuwright.__main__ import main
+
+    saved = tmp_path / "gpu-01.json"
+    saved.write_text(good().model_dump_json())
+    assert main(["doctor", str(saved)]) == 0
+    assert capsys.readouterr().out == f"{saved}: passes: {len(ROWS) - 9} ok, 9 not applicable\n"
+    saved.write_text(BROKEN["gpu-mig"][0](good()).model_dump_json())
+    assert main(["doctor", str(saved), "--group", "gpu"]) == 2
+    said = capsys.readouterr().out
+    assert said.startswith("must   failed   gpu-mig: ") and f"{saved}: does not pass: 1 must failed" in said
+    assert main(["doctor", str(saved), "--all"]) == 2
+    assert len([line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]) == len(ROWS) + 1
+    assert main(["doctor", str(saved), "--json"]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["passes"] is False and answer["host"] == "gpu-01"
+
+
+def test_the_command_line_says_what_it_cannot_read(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from gpuwright.__main__ import main
+
+    saved = tmp_path / "x.json"
+    assert main(["doctor", str(saved)]) == 1 and "cannot be read: No such file" in capsys.readouterr().err
+    saved.write_text('{"version": 1}')
+    assert main(["doctor", str(saved)]) == 1 and "the observation is not usable" in capsys.readouterr().err
+    saved.write_text(good().model_dump_json())
+    assert main(["doctor", str(saved), "--group", "gpus"]) == 1
+    assert 'did you mean "gpu"?' in capsys.readouterr().err
+
+
+def test_an_observation_of_another_group_is_unknown_where_it_looked_at_less() -> None:
+    """The lab's observation asks no GPU tool: judged as a GPU node it must not pass for want of findings."""
+    state = empty_state(LAB, machine_readings=readings(MACHINES["laptop"](), LAB))
+    found = examine_node(GPU, state)
+    assert not found.passes
+    text = "\n".join(lines(found))
+    assert text.count(c.NOT_ASKED) == 1, "said once, for all of them"
+    assert "run doctor.py with the group that it shall be judged by" in text

@@ -320,6 +320,11 @@ def folder(edit: Callable[[dict[str, object]], None]) -> NodeState:
             "lacks 2",
         ),
         (folder(lambda m: m.update(shards=None, files={})), "nor any .safetensors"),
+        (
+            folder(lambda m: m.update(cut={"model-00002-of-00002.safetensors": "has 5 bytes, and its header says 9"})),
+            "holds 1 of 2 shards cut off: model-00002-of-00002.safetensors has 5 bytes, and its header says 9",
+        ),
+        (folder(lambda m: m.update(unfinished=["x.incomplete"])), "a download that was cut off: x.incomplete"),
     ],
 )
 def test_a_model_folder_that_is_not_whole_stops_the_host(state: NodeState, problem: str) -> None:
