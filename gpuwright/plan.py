@@ -380,8 +380,8 @@ def _few(names: list[str]) -> str:
 
 def _config(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     config = f"{spec.model_path}/config.json"
-    if _has(before, VENV, SYNC, MODEL):
-        yield Change(CONFIG, f"{config}: the model or the runtime changes")
+    if _has(before, MODEL):
+        yield Change(CONFIG, f"{config}: the model changes")
     elif (state.stamps.get("config") or {}).get("value") != config_stamp(spec, state):
         yield Change(CONFIG, config, "read by this transformers", "not read yet")
 

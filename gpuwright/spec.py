@@ -432,7 +432,7 @@ class NodeSpec:
             "cuda_home": self.data.cuda_home,
             "pythons": [self.python, self.data.interpreter, own, f"/usr/bin/{own}"],
             "kernels": self.stack.toolchain.kernels if cuda else [],
-            "mounts": _once([self.paths.root, SHM, self.model_path]),
+            "mounts": {"root": self.paths.root, "shm": SHM, "model": self.model_path},
             "ports": [self.data.cluster.port] if self.data.cluster else [],
         }
 

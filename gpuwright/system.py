@@ -248,7 +248,7 @@ def _kernel_file(each: Declared, seen: Seen) -> Gaps:
 
 
 def _shared_memory(each: Declared, seen: Seen) -> Gaps:
-    size = seen[SHM]["size"]
+    size = seen["shm"]["size"]
     if size != int(each.value) << 30:
         yield Gap(each.id, SHM, f"{each.value} GiB", f"{size / (1 << 30):g} GiB")
 

@@ -716,18 +716,18 @@ def parse_mounts(text):
 
 
 def mounts(source, asked):
-    """{path: {"at", "kind", "options", "size", "free", "free_inodes"}} of the file systems of the paths asked for."""
+    """{name: {"at", "kind", "options", "size", "free", "free_inodes"}} of the file systems of the paths asked for."""
     rows = parse_mounts(text_of(source, "/proc/self/mountinfo") or "")
     if not rows:
         raise Unobserved("/proc/self/mountinfo cannot be understood")
     found = {}
-    for path in asked["mounts"]:
+    for name, path in asked["mounts"].items():
         real = source.real(path)
         above = [row for row in rows if row[0] == "/" or real == row[0] or real.startswith(row[0].rstrip("/") + "/")]
         if not above:
             raise Unobserved("/proc/self/mountinfo has no file system for %s" % path)
         at, kind, options = max(above, key=lambda row: len(row[0]))
-        found[path] = dict(source.space(real), at=at, kind=kind, options=options)
+        found[name] = dict(source.space(real), at=at, kind=kind, options=options)
     return found
 
 

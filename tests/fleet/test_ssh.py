@@ -69,7 +69,8 @@ def changed(done: subprocess.CompletedProcess[str]) -> list[str]:
 def test_a_node_is_brought_to_its_state_over_ssh(node: Node) -> None:
     done = node.deploy(*STAGES)
     assert changed(done) == [
-        p.FOLDERS, p.TOOLS, p.VENV, p.SYNC, p.STUB, p.VERIFY, p.APPLY, p.PROBE, p.MODEL, p.LAUNCHERS,
+        p.FOLDERS, p.TOOLS, p.VENV, p.SYNC, p.STUB, p.VERIFY, p.APPLY, p.PROBE, p.MODEL, p.CONFIG,
+        p.LAUNCHERS,
     ]  # fmt: skip
     assert "[127.0.0.1] torch-cuda: holds" in done.stderr, "long work is shown while it runs"
 

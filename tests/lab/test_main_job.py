@@ -32,7 +32,7 @@ PATCH = catalogue().patches[0]
 STACK = catalogue().stacks["sglang-0.5.9-cu128"]
 LOCK = read_lock(lock_path(STACK, f"{sys.version_info.major}.{sys.version_info.minor}"))
 PROBE = (PATCHES / PATCH.probe).read_text()
-PRISTINE_RUN = [p.FOLDERS, p.TOOLS, p.VENV, p.SYNC, p.STUB, p.VERIFY, p.APPLY, p.PROBE, p.MODEL, p.LAUNCHERS,
+PRISTINE_RUN = [p.FOLDERS, p.TOOLS, p.VENV, p.SYNC, p.STUB, p.VERIFY, p.APPLY, p.PROBE, p.MODEL, p.CONFIG, p.LAUNCHERS,
                 p.CONFIGURE, p.SERVER, p.RECORD, p.SMOKE]  # fmt: skip
 
 

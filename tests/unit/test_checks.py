@@ -24,7 +24,6 @@ GPU = gpu_spec()
 LAB = lab_spec()
 ROWS = {check.id: check for check in catalogue().checks.checks}
 GOVERNOR = "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
-SHM = "/dev/shm"
 
 
 def good(spec: NodeSpec = GPU, **changed: Any) -> NodeState:
@@ -70,7 +69,7 @@ def log(key: str, value: Any) -> Edit:
     return reading("kernel_log", lambda found: found[key].append(value))
 
 
-def mount(key: str, value: Any, path: str = ROOT) -> Edit:
+def mount(key: str, value: Any, path: str = "root") -> Edit:
     return reading("mounts", lambda rows: rows[path].update({key: value}))
 
 
@@ -147,8 +146,8 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "iommu": (reading("pci", lambda rows: rows[0].update(iommu="DMA-FQ")), "DMA-FQ"),
     "aspm": (lambda state: reading("cmdline", lambda d: [])(option("pcie_aspm.policy", "[default] performance")(state)), "[default]"),
     "infiniband": (reading("infiniband", lambda d: ["mlx5_0"]), "mlx5_0"),
-    "shm-size": (mount("size", 64 << 20, SHM), "64 MiB"),
-    "shm-free": (mount("free", 1 << 20, SHM), "1 of "),
+    "shm-size": (mount("size", 64 << 20, "shm"), "64 MiB"),
+    "shm-free": (mount("free", 1 << 20, "shm"), "1 of "),
     "memory": (reading("memory", lambda d: d.update(total=5905580032)), "5.5 GiB"),
     "memory-of-the-container": (reading("cgroup", lambda d: d.update(memory=32 * GIB)), "32.0 GiB"),
     "memory-to-compile": (reading("memory", lambda d: d.update(available=64 * GIB)), "64 GiB"),
@@ -170,7 +169,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "disk-not-read-only": (mount("options", ["ro"]), "/ is mounted read-only"),
     "disk-local": (mount("kind", "nfs4"), "nfs4"),
     "model-whole": (field(model=None), "does not exist"),
-    "model-disk-local": (mount("kind", "nfs4", "/models/GLM-5-NVFP4"), "nfs4"),
+    "model-disk-local": (mount("kind", "nfs4", "model"), "nfs4"),
     "port": (field(port=SeenPort(pid=7, command="nginx")), "held by pid 7 (nginx)"),
     "rank-port": (reading("ports", lambda d: [20000]), "something listens on it"),
     "systemd": (field(systemd=False), "something else is"),

@@ -253,9 +253,9 @@ def test_limits_of_control_groups_are_the_tightest_on_the_way() -> None:
 def test_mounts_are_the_deepest_above_a_path() -> None:
     node = blackwell()
     node.files["/proc/self/mountinfo"] += "40 29 0:60 / /opt/gpu\\040x rw,noexec - nfs4 server:/x rw\n"
-    found = read("mounts", node, mounts=["/opt/gpu x/root", "/opt/gpu", "/models/GLM-5-NVFP4"])
-    assert (found["/opt/gpu x/root"]["kind"], found["/opt/gpu x/root"]["options"]) == ("nfs4", ["rw", "noexec"])
-    assert (found["/opt/gpu"]["at"], found["/models/GLM-5-NVFP4"]["at"]) == ("/", "/models")
+    found = read("mounts", node, mounts={"a": "/opt/gpu x/root", "b": "/opt/gpu", "c": "/models/GLM-5-NVFP4"})
+    assert (found["a"]["kind"], found["a"]["options"]) == ("nfs4", ["rw", "noexec"])
+    assert (found["b"]["at"], found["c"]["at"]) == ("/", "/models")
 
 
 def test_packages_of_both_managers() -> None:

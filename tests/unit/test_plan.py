@@ -69,7 +69,7 @@ def with_record(**fields: object) -> NodeState:
 ORPHAN = SeenProcess(pid=77, command="sglang::scheduler_TP0")
 PATCHED = LAB.patches[0]
 PRISTINE = SeenFile(sha256=PATCHED.pre_sha256, size=1, mode=0o644)
-RUNTIME = [p.SYNC, p.VERIFY, p.CONFIG, p.SERVER]
+RUNTIME = [p.SYNC, p.VERIFY, p.SERVER]
 SCRIPT = LAB.active_script.path
 OTHER_SCRIPT = LAB.scripts[1].path
 assert SETTLED.model is not None
@@ -88,7 +88,7 @@ DIFFERENCES: dict[str, tuple[NodeState, list[str]]] = {
         with_distributions(flashinfer_python="0.6.4").model_copy(
             update={"patched": SETTLED.patched | {PATCHED.file: SeenFile(sha256="f" * 64, size=1, mode=0o644)}}
         ),
-        [p.SYNC, p.VERIFY, p.APPLY, p.PROBE, p.CONFIG, p.SERVER],
+        [p.SYNC, p.VERIFY, p.APPLY, p.PROBE, p.SERVER],
     ),
     "a patched file is pristine again": (
         SETTLED.model_copy(update={"patched": SETTLED.patched | {PATCHED.file: PRISTINE}}),

@@ -37,7 +37,7 @@ GOOD: dict[str, Any] = {
     "packages": {"manager": "apt", "installed": {n: {"version": "1", "held": False} for n in ("libnuma1", "numactl")}, "available": []},
     "sysctls": {"kernel.numa_balancing": "0"},
     "kernel_files": {GOVERNOR: {"performance": 8}},
-    "mounts": {"/dev/shm": {"size": 64 * GIB}},
+    "mounts": {"shm": {"size": 64 * GIB}},
     "services": {"nvidia-persistenced.service": {"load": "loaded", "active": "active", "enabled": "enabled"}},
     "gpus": [{"slot": s, "power_min_w": 300, "power_max_w": 600, "power_limit_w": 450} for s in SLOTS],
     "module_options": {"nvidia_uvm.uvm_disable_hmm": "Y"},
