@@ -44,6 +44,12 @@ def _commit(text: str) -> str:
     return text
 
 
+def _unit(name: str) -> str:
+    if name.endswith("-settings"):
+        raise ValueError("ends in -settings, which is the name of the unit that sets the host at boot")
+    return name
+
+
 def _reason(text: str) -> str:
     if len(text.strip()) < 5:
         raise ValueError("is not a reason")
@@ -170,7 +176,7 @@ class HostData(Row):
     bind: str = "127.0.0.1"
     port: Port
     supervisor: Literal["auto", "systemd", "supervisor"] = "auto"
-    unit: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$")] = "sglang-server"
+    unit: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$"), AfterValidator(_unit)] = "sglang-server"
     cluster: Cluster | None = None
     cluster_address: str | None = None
     secrets: dict[SecretName, SecretSource] = {}

@@ -177,10 +177,10 @@ def unit_path(unit):
 
 
 def units_of(root):
-    """The systemd units that deploys of `root` wrote, by name."""
+    """The systemd units of servers that deploys of `root` wrote, by name; that of the host's settings is none."""
     files = sorted(os.listdir(UNITS)) if os.path.isdir(UNITS) else []
     names = [name[: -len(".service")] for name in files if name.endswith(".service")]
-    return [name for name in names if owner(unit_path(name)) == root]
+    return [name for name in names if not name.endswith("-settings") and owner(unit_path(name)) == root]
 
 
 def unit_owner(unit):

@@ -15,6 +15,7 @@ import pytest
 
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
+from gpuwright.state import read_observation
 from tests.lab import container
 from tests.lab.conftest import Lab, Run, ok
 
@@ -33,13 +34,13 @@ class Host:
     def __init__(self, machine: container.Container, folder: Path) -> None:
         self.machine, self.folder = machine, folder
 
-    def deploy(self, system: dict[str, object], *arguments: str) -> Run:
+    def deploy(self, system: dict[str, object], *arguments: str, deploy: str = "deploy.py") -> Run:
         lab = Lab(Path(ROOT), 31999)
         inventory = self.folder / "lab.py"
         data = self.machine.data() | {"supervisor": "auto", "unit": UNIT, "system": system}
         inventory.write_text(f"lab = [('127.0.0.1', {data!r})]\n")
         lab.inventory = str(inventory)
-        return lab.deploy("--data", "stages=system", *arguments, timeout=300)
+        return lab.deploy("--data", "stages=system", *arguments, timeout=300, deploy=deploy)
 
     def run(self, line: str, *, check: bool = True) -> str:
         return self.machine.run(line, check=check)
@@ -116,6 +117,19 @@ def test_they_are_found_settled(host: Host) -> None:
     assert run.changed == []
     dry = ok(host.deploy(SETTINGS, "--dry"))
     assert dry.planned == []
+
+
+def test_the_doctor_sees_the_host_as_it_is_set(host: Host, tmp_path: Path) -> None:
+    ok(host.deploy(SETTINGS, "--data", f"save_observation={tmp_path}", deploy="doctor.py"))
+    state = read_observation((tmp_path / "127.0.0.1.json").read_text())
+    assert state.systemd and state.server.units == [], "the unit of the settings is no server of ours"
+    units = {"load": "loaded", "active": "active", "enabled": "enabled"}
+    assert state.readings["services"]["nvidia-persistenced.service"] == units
+    assert state.readings["packages"]["installed"]["nvidia-driver-test"] == {"version": "580.1", "held": True}
+    assert state.readings["packages"]["manager"] == "apt" and state.readings["system"]["os"] == "debian"
+    assert (
+        state.readings["mounts"]["shm"]["size"] == 3 << 30 and state.readings["system"]["container"] == "systemd-nspawn"
+    )
 
 
 def test_what_someone_else_changes_is_found_and_mended(host: Host) -> None:

@@ -223,6 +223,7 @@ def test_the_request_of_the_node_script() -> None:
     ({"gpu": {"count": 8, "name": "x", "compute_capability": "12.0", "memory_gib": 80, "slots": ["c1:00.0"]}}, "slots"),
     ({"ignored_checks": {"gpu-mgi": "we know that"}}, 'there is no check "gpu-mgi"\n    did you mean "gpu-mig"?'),
     ({"ignored_checks": {"gpu-mig": " "}}, "is not a reason"),
+    ({"unit": "sglang-settings"}, "ends in -settings"),
     ({"model": {"kind": "hub", "path": "/m", "repo": "a/b", "revision": "main"}}, "is not a commit, which has 40 hex digits"),
     ({"model": {"kind": "hub", "path": "/m", "repo": "b", "revision": "a" * 40}}, "model.repo"),
     ({"model": {"kind": "hub", "path": "/m", "repo": "a/b", "revision": "a" * 40, "token": "hf_abc"}}, "is not env:NAME or file:PATH"),
