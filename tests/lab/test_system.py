@@ -221,3 +221,40 @@ def test_a_file_of_another_program_is_not_touched(host: Host) -> None:
     assert host.run(f"cat {other}") == "vm.swappiness = 60", "it is none that we wrote"
     host.run(f"rm {other}")
     ok(host.deploy({}))
+
+
+SPEC = """\
+Name: {name}
+Version: 2.0
+Release: 1
+Summary: stands for {name}
+License: MIT
+BuildArch: noarch
+%description
+stands for {name}
+%files
+"""
+
+
+def test_packages_by_dnf(host: Host) -> None:
+    """A real dnf on a repository of its own, in the same container after apt-get is out of the way."""
+    tools = "apt-get update -qq; apt-get install -qq -y --no-install-recommends dnf rpm createrepo-c"
+    host.run(f"{tools} >/dev/null 2>&1 && mkdir -p /srv/repo /etc/yum.repos.d")
+    for name in ("numactl", "numactl-libs"):
+        host.run(f"cat > /root/{name}.spec <<'E'\n{SPEC.format(name=name)}E")
+        host.run(f"rpmbuild --quiet -bb --define '_rpmdir /srv/repo' /root/{name}.spec >/dev/null 2>&1")
+    host.run("createrepo_c -q /srv/repo")
+    host.run("printf '[local]\\nname=local\\nbaseurl=file:///srv/repo\\ngpgcheck=0\\n' > /etc/yum.repos.d/local.repo")
+    host.run("mv /usr/bin/apt-get /usr/bin/apt-get.away")
+    try:
+        run = ok(host.deploy({"numa": True, "cuda-toolkit": True}))
+        assert "numa: package numactl-libs: expected installed, found absent" in run.said
+        assert "cuda-toolkit-12-8" not in run.said, "no repository has it, so nothing is said to be done"
+        assert sorted(host.run("rpm -qa --qf '%{NAME}\\n' 'numactl*'").split()) == ["numactl", "numactl-libs"]
+        assert ok(host.deploy({"numa": True, "cuda-toolkit": True})).changed == []
+        blocked = host.deploy({"hold-driver": True})
+        assert blocked.code != 0 and "only apt can hold packages back" in blocked.said
+        ok(host.deploy({}))
+        assert host.run("rpm -qa 'numactl*'") == ""
+    finally:
+        host.run("mv /usr/bin/apt-get.away /usr/bin/apt-get")
