@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from pydantic import Field
 
 from gpuwright import REPOSITORY
@@ -45,15 +46,22 @@ class Truth(Row):
 
 
 class Toolchain(Row):
-    """What a stack needs of the machine: the CUDA release of its toolkit, the least driver, the newest gcc that nvcc
-    takes, the least glibc, and the libraries below site-packages whose kernels must cover the GPUs.
+    """What a stack needs of the machine: the CUDA release of its toolkit, the least driver from which compute
+    capability on, the newest gcc that nvcc takes, the least glibc, and the libraries below site-packages whose kernels
+    must cover the GPUs.
     """
 
     cuda: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
-    driver: str
+    driver: dict[Annotated[str, Field(pattern=r"^\d+\.\d$")], str]
     gcc: int
     glibc: str
     kernels: list[str]
+
+    def driver_for(self, compute_capability: str) -> str | None:
+        """The least driver for GPUs of a compute capability ("12.0"); None for one that is older than all of them."""
+        known = sorted(self.driver, key=Version)
+        fitting = [each for each in known if Version(each) <= Version(compute_capability)]
+        return self.driver[fitting[-1]] if fitting else None
 
 
 class Stack(Row):

@@ -74,6 +74,7 @@ class Checks(Row):
     services: list[str]
     cuda_only: list[str]
     fatal_xids: dict[int, str]
+    benign_xids: list[int]
     checks: list[Check] = Field(min_length=1)
 
 
@@ -84,7 +85,7 @@ NODE = (
 )  # fmt: skip
 WANT = (
     "device", "gpu", "gpus", "root", "python", "interpreter", "python_download", "socket", "manager", "unit", "port",
-    "dist_port", "min_memory_gib", "free_disk_gib", "cuda", "cuda_home", "driver", "gcc", "glibc", "model",
+    "dist_port", "nodes", "min_memory_gib", "free_disk_gib", "cuda", "cuda_home", "driver", "gcc", "glibc", "model",
     "model_path", "kernels", "env", "open_files", "power_limit_w", "system",
 )  # fmt: skip
 
@@ -135,14 +136,37 @@ class Facts:
 Readings = Mapping[str, Any]
 
 
+def _cards(readings: Readings, want: Readings) -> list[Any]:
+    """The GPUs that are meant: those in declared slots, else those of the declared name, else all. A display card
+    beside them is none of them.
+    """
+    slots, name = want["gpu"]["slots"], want["gpu"]["name"]
+    found = [gpu for gpu in readings["gpus"] if (gpu["slot"] in slots if slots else gpu["name"] == name)]
+    return found or list(readings["gpus"])
+
+
+def _other_cards(readings: Readings, want: Readings) -> list[Any]:
+    meant = _cards(readings, want)
+    return [gpu for gpu in readings["gpus"] if gpu not in meant]
+
+
 def _lost_gpus(readings: Readings, want: Readings) -> list[str]:
-    """Slots that should hold a GPU and that the driver lists none for: declared ones, those on the bus, those whose
-    card the kernel log says has fallen off.
+    """Slots that should hold a GPU and that the driver lists none for: declared ones, cards of the same kind on the
+    bus, those whose card the kernel log says has fallen off.
     """
     listed = {gpu["slot"] for gpu in readings["gpus"]}
+    meant = {gpu["slot"] for gpu in _cards(readings, want)}
+    kinds = {card["device"] for card in readings["pci"] if card["slot"] in meant}
+    bus = [card["slot"] for card in readings["pci"] if card["device"] in kinds and card["driver"] != "vfio-pci"]
     fallen = readings["kernel_log"]["fallen"] if "kernel_log" in readings else []
-    known = [*want["gpu"]["slots"], *(device["slot"] for device in readings["pci"]), *fallen]
-    return [slot for slot in dict.fromkeys(known) if slot and slot not in listed]
+    return [slot for slot in dict.fromkeys([*want["gpu"]["slots"], *bus, *fallen]) if slot and slot not in listed]
+
+
+def _health(readings: Readings, want: Readings) -> list[Any]:
+    """The health of the GPUs that are meant; of all where it is not known which those are."""
+    rows: list[Any] = readings["gpu_health"]["gpus"]
+    meant = {gpu["slot"] for gpu in _cards(readings, want)} if readings.get("gpus") else None
+    return [row for row in rows if meant is None or row["slot"] in meant]
 
 
 def _uncovered(readings: Readings, want: Readings) -> list[str]:
@@ -163,45 +187,89 @@ def covers(architectures: Iterable[int], capability: str) -> bool:
     return any(each // 10 == major and each % 10 <= minor for each in architectures)
 
 
-def _xids(readings: Readings, want: Readings, fatal: bool) -> list[Any]:
-    """Xids after which a GPU must be reset, or those of applications. 154 tells that the GPU asks for a reset, or that
-    it no longer does.
+def _xids(readings: Readings, want: Readings, kind: str) -> list[Any]:
+    """Xids after which a GPU must be reset (`fatal`), of applications (`benign`), or `unlisted`. Those that a GPU
+    logged before it said that it needs no recovery any more (154, "(None)") count no more.
     """
+    rows: list[Any] = []
+    for row in readings["kernel_log"]["xids"]:
+        if row["xid"] == 154 and row["text"].endswith("(None)"):
+            rows = [each for each in rows if each["slot"] != row["slot"]]
+        else:
+            rows.append(row)
+    fatal = [row for row in rows if row["xid"] in want["fatal_xids"] or row["xid"] == 154]
+    benign = [row for row in rows if row["xid"] in want["benign_xids"]]
+    if kind == "unlisted":
+        return [row for row in rows if row not in fatal and row not in benign]
+    return fatal if kind == "fatal" else benign
 
-    def is_fatal(row: Any) -> bool:
-        return row["xid"] in want["fatal_xids"] or (row["xid"] == 154 and not row["text"].endswith("(None)"))
 
-    return [row for row in readings["kernel_log"]["xids"] if is_fatal(row) is fatal]
+def _without_space(readings: Readings, want: Readings) -> list[Any]:
+    slots = {card["slot"] for card in readings["pci"]}
+    return [row for row in readings["kernel_log"]["no_space"] if row["slot"] in slots]
+
+
+UNBALANCED_MIB = 1024  # SGLang refuses from a tenth of the free memory on; a display server's few MiB do no harm
 
 
 def _strangers(readings: Readings, want: Readings) -> list[Any]:
-    """Processes on the GPUs that are not of our server."""
+    """Processes with memory on the GPUs that are not of our server."""
     return [
         {"slot": gpu["slot"], **process}
-        for gpu in readings["gpu_health"]["gpus"]
+        for gpu in _health(readings, want)
         for process in gpu["processes"]
         if process["pid"] not in want["ours"]
+        and (process["memory_mib"] is None or process["memory_mib"] >= UNBALANCED_MIB)
     ]
 
 
-def _held(readings: Readings, want: Readings) -> list[str]:
+def _wedged(readings: Readings, want: Readings) -> list[Any]:
+    """GPUs on which a kernel hangs: busy and holding memory, or holding much. High use alone is seen while the driver
+    scrubs the memory of a GPU that it has just woken.
+    """
+
+    def hangs(gpu: Any) -> bool:
+        busy, held = gpu["utilization"] or 0, gpu["memory_used_mib"] or 0
+        return (busy >= 90 and held >= 256) or held >= 2048
+
+    return [gpu for gpu in _health(readings, want) if hangs(gpu)]
+
+
+def _not_held(readings: Readings, want: Readings) -> list[str]:
     """Installed packages of the driver that nothing keeps from being upgraded."""
     kept = [str(each) for each in readings["updates"]["blacklist"]]
 
-    def blocked(name: str) -> bool:
-        return any(re.match(each, name) for each in kept)
+    def left_out(name: str) -> bool:
+        for each in kept:
+            try:
+                if re.match(each, name):
+                    return True
+            except re.error:
+                continue  # unattended-upgrades cannot match anything by it either
+        return False
 
-    found = {n: row for n, row in readings["packages"]["installed"].items() if n.startswith(("nvidia", "libnvidia"))}
-    return [name for name, row in found.items() if not row["held"] and not blocked(name)]
+    installed = readings["packages"]["installed"]
+    return [name for name, row in installed.items() if is_driver(name) and not row["held"] and not left_out(name)]
+
+
+def is_driver(package: str) -> bool:
+    """Whether a package is of NVIDIA's driver; the container toolkit is not."""
+    return package.startswith(("nvidia-", "libnvidia-", "cuda-drivers")) and "container" not in package
 
 
 DERIVED: dict[str, tuple[tuple[str, ...], Callable[[Readings, Readings], Any]]] = {
+    "cards": (("gpus",), _cards),
+    "other_cards": (("gpus",), _other_cards),
     "lost_gpus": (("gpus", "pci"), _lost_gpus),
+    "health": (("gpu_health",), _health),
     "uncovered_kernels": (("kernels",), _uncovered),
-    "fatal_xids": (("kernel_log",), partial(_xids, fatal=True)),
-    "other_xids": (("kernel_log",), partial(_xids, fatal=False)),
+    "fatal_xids": (("kernel_log",), partial(_xids, kind="fatal")),
+    "other_xids": (("kernel_log",), partial(_xids, kind="benign")),
+    "unlisted_xids": (("kernel_log",), partial(_xids, kind="unlisted")),
+    "cards_without_space": (("kernel_log", "pci"), _without_space),
     "strangers": (("gpu_health",), _strangers),
-    "driver_packages_not_held": (("packages", "updates"), _held),
+    "wedged": (("gpu_health",), _wedged),
+    "driver_packages_not_held": (("packages", "updates"), _not_held),
 }
 
 
@@ -316,7 +384,7 @@ def _holds(expression: str, facts: Facts) -> bool | str:
     names = expressions.names_of(expression)
     try:
         verdict = expressions.holds(expression, facts.named(names), strict=True)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # what a node answers must not take the run down
         return f"the reading is not as expected ({type(error).__name__}: {error})"
     if verdict is None:
         return "; ".join(dict.fromkeys(facts.missing(names).values())) or f"nothing was read for: {expression}"
@@ -326,7 +394,7 @@ def _holds(expression: str, facts: Facts) -> bool | str:
 def _filled(message: str, facts: Facts) -> str:
     try:
         return expressions.filled(message, facts.named(expressions.names_of(message, message=True))).strip(" ;")
-    except (LookupError, TypeError, ValueError, AttributeError):
+    except Exception:
         return message
 
 

@@ -50,6 +50,18 @@ def _unit(name: str) -> str:
     return name
 
 
+def _set(value: bool | int | str) -> bool | int | str:
+    if value is False:
+        raise ValueError("is False: what is not wanted is left out, and then put back on the node")
+    return value
+
+
+def _endpoint(url: str) -> str:
+    if "@" in url:
+        raise ValueError("holds credentials, which messages would show: a token has a key of its own")
+    return url.rstrip("/")
+
+
 def _reason(text: str) -> str:
     if len(text.strip()) < 5:
         raise ValueError("is not a reason")
@@ -86,10 +98,10 @@ class HubModel(Row):
 
     kind: Literal["hub"]
     path: NodePath
-    repo: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+    repo: Annotated[str, Field(pattern=r"^\w[\w.-]*/\w[\w.-]*$")]
     revision: Annotated[str, AfterValidator(_commit)]
     token: SecretSource | None = None
-    endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    endpoint: Annotated[str, Field(pattern=r"^https?://"), AfterValidator(_endpoint)] | None = None
 
 
 class Pcie(Row):
@@ -170,7 +182,7 @@ class HostData(Row):
     cuda_home: NodePath | None = None
     model: Annotated[TinyModel | FolderModel | HubModel, Field(discriminator="kind")]
     gpu: ExpectedGpus | None = None
-    system: dict[Slug, Literal[True] | int | str] = {}
+    system: dict[Slug, Annotated[bool | int | str, AfterValidator(_set)]] = {}
     ignored_checks: dict[Slug, Reason] = {}
     save_observation: str | None = None
     bind: str = "127.0.0.1"
@@ -213,7 +225,12 @@ def read_host_data(data: Mapping[str, Any], sources: Sources) -> HostData:
 def _input_error(detail: Any, sources: Sources) -> InputError:
     loc: Loc = tuple(part for part in detail["loc"] if part not in ("tiny", "folder", "hub"))
     problem, hint = describe(detail)
-    if loc[0] == "secrets" or "token" in loc or (loc[0] == "model" and isinstance(detail.get("input"), dict)):
+    if (
+        loc[0] == "secrets"
+        or "token" in loc
+        or "endpoint" in loc
+        or (loc[0] == "model" and isinstance(detail.get("input"), dict))
+    ):
         problem = problem.partition("; found ")[0]  # it may be the secret itself, pasted here by mistake
     if detail["type"] == "extra_forbidden":
         hint = nearest(str(loc[-1]), fields_at(HostData, loc[:-1]))

@@ -10,7 +10,7 @@ from typing import Any
 from gpuwright import REPOSITORY
 from gpuwright.hostdata import HubModel
 from gpuwright.patches import Action, Decision, decide
-from gpuwright.plan import config_stamp, stale_files, system_files
+from gpuwright.plan import config_stamp, settings_to_make, stale_files, system_files
 from gpuwright.smoke import levels, seeds
 from gpuwright.spec import NodeFile, NodeSpec
 from gpuwright.state import NodeState, SeenInterpreter
@@ -96,6 +96,7 @@ def observe(spec: NodeSpec) -> NodeCommand:
         "originals": spec.paths.originals,
         "deep": spec.data.integrity == "deep",
         "machine": spec.asked,
+        "system_files": [file.path for file in spec.system_files if not file.path.startswith(spec.paths.root + "/")],
     }
     return run_script("observe", request)
 
@@ -110,7 +111,7 @@ def set_host(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
     """Make the host's settings as declared, and put back what nobody declares any more."""
     packages = state.readings.get("packages", {"manager": None, "installed": {}, "available": []})
     rows = []
-    for each in spec.system:
+    for each in settings_to_make(spec, state):
         row: dict[str, Any] = {"id": each.id, "kind": each.kind, "target": each.target, "value": each.value}
         if isinstance(each.row, Packages):
             known = [*packages["installed"], *packages["available"]]
@@ -118,12 +119,13 @@ def set_host(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
             row["manager"] = packages["manager"]
             row["names"] = [name for name in names if not each.row.where_available or name in known]
         if isinstance(each.row, Hold):
-            row["prefixes"] = each.row.prefixes
+            row |= {"prefixes": each.row.prefixes, "but_not": each.row.but_not}
         rows.append(row)
     request = {
+        "root": spec.paths.root,
         "manifest": spec.paths.system_manifest,
         "apply": rows,
-        "revert": stale(spec.system, state.system_manifest),
+        "revert": stale(spec.system, state.system_manifest or {}),
         "files": [{"path": f.path, "text": f.text, "mode": f.mode} for f in system_files(spec, state)],
         "remove": stale_files(spec, state),
         "unit": spec.settings_unit if state.systemd else None,
@@ -270,9 +272,11 @@ def provide_model(spec: NodeSpec) -> list[NodeCommand]:
             "revision": model.revision,
             "endpoint": model.endpoint,
             "token": spec.model_token,
+            "system_certs": spec.data.installer_env.get("UV_SYSTEM_CERTS", "") not in ("", "0", "false"),
             "manifest": spec.paths.model_manifest,
         }
-        proxies = {name: value for name, value in spec.data.installer_env.items() if name.lower().endswith("_proxy")}
+        given = spec.data.installer_env.items()
+        proxies = {k: v for k, v in given if k.lower().endswith("_proxy") or k.startswith("SSL_CERT_")}
         fixed = {"PATH": "/usr/bin:/bin", "HOME": spec.paths.run, "LANG": "C.UTF-8"}
         environment = [f"{name}={value}" for name, value in (fixed | proxies).items()]
         python = shlex.join(["env", "-i", *environment, spec.python, "-I", "-u", "-"])

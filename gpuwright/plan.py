@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -10,10 +11,10 @@ from packaging.version import InvalidVersion, Version
 from gpuwright.checks import Examination, stop_text
 from gpuwright.hostdata import FolderModel, HubModel, TinyModel
 from gpuwright.patches import Action, Decision, FileState, decide, patched_files
-from gpuwright.preflight import before_install, examination
+from gpuwright.preflight import before_install, examination, without
 from gpuwright.spec import NodeFile, NodeSpec, digest
 from gpuwright.state import NodeState
-from gpuwright.system import gaps, stale
+from gpuwright.system import Declared, files, gaps, stale
 
 CANARY = "preflight | ask the canary"
 PREFLIGHT = "preflight | check the node"
@@ -118,21 +119,25 @@ def _folders(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable
 
 
 def _settings(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
-    old = stale(spec.system, state.system_manifest)
-    if not spec.system and not old and not stale_files(spec, state):
+    problem = settings_problem(spec, state)
+    if problem:
+        yield Change(SETTINGS, problem, blocked=True)
         return
-    if state.uid != 0:
-        what = "settings of the host are set by root"
-        yield Change(SETTINGS, f"{what}\n    -> run with _sudo, or leave `system` empty in group_data", blocked=True)
-        return
+    old = stale(spec.system, state.system_manifest or {})
     for gap in gaps(spec.system, state.readings, state.problems):
         if gap.blocked:
             remedy = f"make it so by hand, or take {gap.id} out of `system` in group_data"
             yield Change(SETTINGS, f"{gap.id}: {gap.what}: {gap.blocked}\n    -> {remedy}", blocked=True)
         else:
             yield Change(SETTINGS, f"{gap.id}: {gap.what}", gap.expected, gap.found)
+    for path, owner in foreign_files(spec, state).items():
+        whose = f"of gpuwright's root {owner}" if owner else "not of gpuwright"
+        yield Change(SETTINGS, f"{path} is {whose}\n    -> move it away, or set another `unit`", blocked=True)
     yield from _file_changes(SETTINGS, system_files(spec, state), state)
-    kept = state.system_manifest.get("settings", {})
+    unit = state.readings.get("services", {}).get(spec.settings_unit)
+    if unit and unit["load"] == "loaded" and unit["enabled"] != "enabled":
+        yield Change(SETTINGS, spec.settings_unit, "enabled", str(unit["enabled"]))
+    kept = (state.system_manifest or {}).get("settings", {})
     for each in spec.system:
         if each.id not in kept and each.id not in old:
             yield Change(SETTINGS, f"{each.id}: on record, with what was there before", "yes", "no")
@@ -142,15 +147,54 @@ def _settings(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterabl
         yield Change(SETTINGS, path, "absent", "a file of settings that are no longer declared")
 
 
+def settings_problem(spec: NodeSpec, state: NodeState) -> str | None:
+    """What keeps this deploy from setting anything of the host, or None."""
+    manifest = state.system_manifest
+    if manifest is None:
+        return (
+            f"{spec.paths.system_manifest} cannot be read, and it says what was there before us\n"
+            "    -> restore it, or remove it: then what is set now counts as what was there"
+        )
+    if not spec.system and not manifest.get("settings") and not manifest.get("files"):
+        return None
+    if state.uid != 0:
+        return "settings of the host are set by root\n    -> run with _sudo, or leave `system` empty in group_data"
+    folder = state.folders.get(spec.paths.run)
+    if folder and folder.uid != 0:
+        return (
+            f"{spec.paths.run} belongs to uid {folder.uid}, and what lies there would be run by root at boot\n"
+            f"    -> chown -R root {spec.paths.root}"
+        )
+    return None
+
+
+def settings_to_make(spec: NodeSpec, state: NodeState) -> tuple[Declared, ...]:
+    """The declared settings that this deploy can make: all but those that are blocked."""
+    blocked = {gap.id for gap in gaps(spec.system, state.readings, state.problems) if gap.blocked}
+    return tuple(each for each in spec.system if each.id not in blocked)
+
+
+def foreign_files(spec: NodeSpec, state: NodeState) -> dict[str, str]:
+    """Files where ours should be, with the root that wrote them ("": none of gpuwright's)."""
+    owners = {file.path: state.system_owners.get(file.path) for file in spec.system_files}
+    return {path: owner for path, owner in owners.items() if owner is not None and owner != spec.paths.root}
+
+
 def system_files(spec: NodeSpec, state: NodeState) -> list[NodeFile]:
-    """What keeps the settings over a reboot; without systemd there is nothing that would run the unit."""
-    return [file for file in spec.system_files if state.systemd or not file.path.startswith("/etc/systemd/")]
+    """What keeps the settings that can be made over a reboot; without systemd nothing would run the unit."""
+    found = files(settings_to_make(spec, state), spec.paths.root, spec.data.unit)
+    foreign = foreign_files(spec, state)
+    return [
+        NodeFile(path, text, mode)
+        for path, (text, mode) in found.items()
+        if (state.systemd or not path.startswith("/etc/systemd/")) and path not in foreign
+    ]
 
 
 def stale_files(spec: NodeSpec, state: NodeState) -> list[str]:
     """Files of settings that an earlier deploy wrote and that are no longer declared."""
-    wanted = {file.path for file in system_files(spec, state)}
-    return [path for path in state.system_manifest.get("files", []) if path not in wanted]
+    declared = {file.path for file in spec.system_files}
+    return [path for path in (state.system_manifest or {}).get("files", []) if path not in declared]
 
 
 def _tools(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
@@ -354,9 +398,11 @@ def folder_problem(spec: NodeSpec, state: NodeState) -> str | None:
         other = f"ladder {spec.data.ladder} is for {spec.ladder.model_type}"
         return f"{path}/config.json is of a {seen.model_type}, and {other}{remedy}, or another `ladder`"
     weights = [name for name in seen.files if name.endswith(".safetensors")]
+    if "model.safetensors.index.json" in seen.files and not seen.shards:
+        return f"{path}/model.safetensors.index.json cannot be read, or names no shard{remedy}"
     if seen.shards is None and not weights:
         return f"{path} holds neither model.safetensors.index.json nor any .safetensors{remedy}"
-    wanted = weights if seen.shards is None else seen.shards
+    wanted = _whole_set(weights) if seen.shards is None else seen.shards
     missing = [name for name in wanted if name not in seen.files or not seen.files[name].size]
     if missing:
         return f"{path} lacks {len(missing)} of {len(wanted)} shards: {_few(missing)}{remedy}"
@@ -364,7 +410,8 @@ def folder_problem(spec: NodeSpec, state: NodeState) -> str | None:
     if cut:
         return f"{path} holds {len(cut)} of {len(wanted)} shards cut off: {_few(cut)}{remedy}"
     if seen.unfinished:
-        return f"{path} holds a download that was cut off: {_few(seen.unfinished)}{remedy}"
+        finish = "finish that download, or delete what is left of it"
+        return f"{path} holds a download that was cut off: {_few(seen.unfinished)}\n    -> {finish}"
     tensor = spec.tier.needs.model_tensor
     if tensor and not seen.tensors.get(tensor):
         return (
@@ -372,6 +419,17 @@ def folder_problem(spec: NodeSpec, state: NodeState) -> str | None:
             f"not list{remedy}, or another `tier`"
         )
     return None
+
+
+def _whole_set(weights: list[str]) -> list[str]:
+    """The shards that a folder without an index must hold: those that are there, and the missing ones of "1 of 2"."""
+    found = set(weights)
+    for name in weights:
+        part = re.fullmatch(r"(.*-)(\d+)-of-(\d+)(\.safetensors)", name)
+        if part and int(part[3]) <= 10_000:
+            width = len(part[2])
+            found |= {f"{part[1]}{n:0{width}}-of-{part[3]}{part[4]}" for n in range(1, int(part[3]) + 1)}
+    return sorted(found)
 
 
 def _few(names: list[str]) -> str:
@@ -474,7 +532,13 @@ def runs_on(spec: NodeSpec, state: NodeState) -> dict[str, str]:
         return ",".join(file.sha256 if file else "absent" for file in seen)
 
     unit = manager_files(spec, state)[0]
-    model = {name: [file.size, file.sha256] for name, file in sorted(state.model.files.items())} if state.model else {}
+    fetched = (state.model_manifest or {}).get("files", {}) if isinstance(spec.data.model, HubModel) else {}
+    model = {
+        name: [file.size, file.sha256 or fetched.get(name, {}).get("sha256") or fetched.get(name, {}).get("blob")]
+        for name, file in (state.model.files if state.model else {}).items()
+    }
+    if state.model and isinstance(spec.data.model, FolderModel):  # nobody hashes it: told by size and time of writing
+        model |= {name: [file.size, file.mtime_ns] for name, file in state.model.files.items()}
     return {
         "runtime": stamp("runtime"),
         "patches": stamp("patches") if spec.patch_proofs else f"none@{spec.patch_set_digest}",
@@ -503,10 +567,6 @@ def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
     return stale if server.health == 200 else ["stop", "start", "wait"]
 
 
-# What a plan made up front sees as still to be done, and what the checks before a start look at only after it.
-RUN_BEFORE_SERVER = (SETTINGS, VENV, SYNC, STUB, MODEL)
-
-
 def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     server, tier = state.server, spec.tier.name
     record = server.record or {}
@@ -522,10 +582,18 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
     for name, step in (("launch script", LAUNCHERS), ("supervisor's configuration", CONFIGURE)):
         if name in pending and not any(c.step == step and c.what in run_from for c in before):
             pending.remove(name)  # other files of that step change
-    stopping = examine_node(spec, state).stopping if "start" in server_actions(spec, state) else []
-    if stopping and not _has(before, *RUN_BEFORE_SERVER):
-        yield Change(SERVER, f"not started:\n{stop_text(stopping)}", blocked=True)
-        return
+    if "start" in server_actions(spec, state) or pending:
+        to_come = [change.what.partition(":")[0] for change in before if change.step == SETTINGS and not change.blocked]
+        stopping = without(examine_node(spec, state), to_come)
+        if stopping:
+            yield Change(SERVER, f"not started:\n{stop_text(stopping)}", blocked=True)
+            return
+        if isinstance(spec.data.model, HubModel) and not _has(before, MODEL):
+            unfetched = list(_hub_model(spec, state, spec.data.model))
+            if unfetched:
+                what = f"not started: the model is not whole: {unfetched[0]}\n    -> run the model stage too"
+                yield Change(SERVER, what, blocked=True)
+                return
     for what in stale_managers(spec, state):
         yield Change(SERVER, what, "absent", f"left of another supervisor than {keeper(spec, state)}")
     for orphan in server.orphans:

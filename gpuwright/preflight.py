@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from typing import Any
 
 from gpuwright.checks import NODE, WANT, Examination, Facts, Finding, examine
@@ -33,7 +34,7 @@ def facts(
     """What the checks' expressions may name."""
     data, server = spec.data, state.server
     orphans = [orphan.pid for orphan in server.orphans]
-    ours = {*server.processes, *orphans, *([server.pid] if server.pid is not None else [])}
+    ours = {*server.processes, *server.family, *orphans, *([server.pid] if server.pid is not None else [])}
     port = state.port
     power = next((each.value for each in spec.system if each.kind == "power_limit"), None)
     node = {
@@ -66,12 +67,13 @@ def facts(
         "manager": manager,
         "unit": data.unit,
         "port": data.port,
+        "nodes": spec.ladder.nodes,
         "dist_port": data.cluster.port if data.cluster and not spec.rank else None,
         "min_memory_gib": data.min_memory_gib,
         "free_disk_gib": free,
         "cuda": spec.stack.toolchain.cuda,
         "cuda_home": data.cuda_home,
-        "driver": spec.stack.toolchain.driver,
+        "driver": spec.stack.toolchain.driver_for(data.gpu.compute_capability) if data.gpu else None,
         "gcc": spec.stack.toolchain.gcc,
         "glibc": spec.stack.toolchain.glibc,
         "model": data.model.kind,
@@ -83,14 +85,19 @@ def facts(
         "system": [each.id for each in spec.system],
     }
     assert set(node) == set(NODE) and set(want) == set(WANT)
-    hidden = {"fatal_xids": spec.checks.fatal_xids, "ours": ours}  # for what is derived
+    xids = {"fatal_xids": spec.checks.fatal_xids, "benign_xids": spec.checks.benign_xids}
+    hidden = {**xids, "ours": ours}  # for what is derived
     return Facts(spec.checks, state.readings, state.problems, node, want | hidden)
 
 
 def before_install(spec: NodeSpec, found: Examination) -> list[Finding]:
     """What stops a deploy before anything is changed: what a declared setting of the host will mend does not."""
-    mended = {each.id for each in spec.system} if "system" in spec.data.stages else set()
-    return [each for each in found.stopping if each.check.mended_by not in mended]
+    return without(found, {each.id for each in spec.system} if "system" in spec.data.stages else set())
+
+
+def without(found: Examination, pending: Iterable[str]) -> list[Finding]:
+    """What stops a deploy, but for what these settings of the host are still to mend."""
+    return [each for each in found.stopping if each.check.mended_by not in set(pending)]
 
 
 def shell_failure(text: str) -> str:

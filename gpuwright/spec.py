@@ -25,7 +25,7 @@ from gpuwright.hostdata import SECRET_ARGS, STAGES, HostData, HubModel, Profile,
 from gpuwright.ladder import COMPILER_FLAGS, Ladder, Standing, Tier, standing
 from gpuwright.lockfile import TOOLS_LOCK, Lock, lock_path, read_lock
 from gpuwright.smoke import levels
-from gpuwright.system import SHM, VALUELESS, Declared, declared, files, settings_unit, value_problem
+from gpuwright.system import COUNTED, SHM, VALUELESS, Declared, declared, files, settings_unit, value_problem
 from gpuwright.yamlfile import shown
 
 # Without them the engine writes its API keys into its log, and tells them to whoever asks for its arguments.
@@ -215,12 +215,14 @@ class NodeSpec:
 
     @cached_property
     def spec_digest(self) -> str:
-        """Over everything that the server is: a benchmark result belongs to exactly one of these. How it is measured
-        has a digest of its own.
+        """Over everything that the server is, the clocks and power it is given among it: a benchmark result belongs to
+        exactly one of these. How it is measured has a digest of its own.
         """
         files = [[file.path, file.sha256, file.mode] for file in self.scripts]
-        model = self.data.model.model_dump(exclude={"token"})
-        return digest([self.runtime_digest, self.tools_lock.sha256, self.tier.name, files, model])
+        model = self.data.model.model_dump(exclude={"token", "endpoint"})
+        host = [[each.id, each.value] for each in self.system if each.kind in COUNTED]
+        parts = [self.runtime_digest, self.tools_lock.sha256, self.tier.name, files, model]
+        return digest([*parts, host] if host else parts)
 
     @property
     def profile(self) -> Profile:
@@ -409,6 +411,10 @@ class NodeSpec:
         return tuple(NodeFile(path, text, mode) for path, (text, mode) in found.items())
 
     @property
+    def _boot_units(self) -> list[str]:
+        return [self.settings_unit] if any(f.path.endswith(self.settings_unit) for f in self.system_files) else []
+
+    @property
     def settings_unit(self) -> str:
         """The systemd unit that sets at boot what no file can."""
         return settings_unit(self.data.unit)
@@ -426,7 +432,9 @@ class NodeSpec:
             "sysctls": _once([*self.checks.sysctls, *(row.name for row in rows.get("sysctl", []))]),
             "module_options": _once([*self.checks.module_options, *(r.name for r in rows.get("module_option", []))]),
             "kernel_files": _once([*self.checks.kernel_files, *(row.path for row in rows.get("kernel_file", []))]),
-            "services": _once([*self.checks.services, *(row.unit for row in rows.get("service", []))]),
+            "services": _once(
+                [*self.checks.services, *(row.unit for row in rows.get("service", [])), *self._boot_units]
+            ),
             "packages": _once(packages),
             "packages_maybe": _once(maybe),
             "cuda_home": self.data.cuda_home,
@@ -608,6 +616,8 @@ def _check_machine(values: HostData, ladder: Ladder, catalogue: Catalogue, wrong
             raise wrong("gpu", f"compute_capability {problem}")
         if gpu.count < here:
             raise wrong("gpu", f"count is {gpu.count}, and ladder {values.ladder} needs {here} on each host")
+        if gpu.slots and (len(gpu.slots) != gpu.count or len(set(gpu.slots)) != gpu.count):
+            raise wrong("gpu", f"slots names {len(set(gpu.slots))}, and count is {gpu.count}")
     for name, value in values.system.items():
         if name not in catalogue.system:
             raise wrong("system", f'there is no setting "{name}"', nearest(name, catalogue.system))

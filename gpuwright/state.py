@@ -99,7 +99,7 @@ class SeenServer(Seen):
 
     `manager`: who keeps it (supervisor, or systemd in `unit`), `status` in that one's words. `orphans`: processes of an
     earlier server of ours that nobody keeps any more. `units`: the systemd units that deploys of this root wrote, by
-    name.
+    name. `family`: every live process of it, also of one that its supervisor has started again by itself.
     """
 
     manager: str | None
@@ -109,6 +109,7 @@ class SeenServer(Seen):
     restarts: int | None
     record: dict[str, Any] | None
     processes: list[int]
+    family: list[int]
     orphans: list[SeenProcess]
     units: list[str]
     health: int | None
@@ -139,7 +140,8 @@ class NodeState(Seen):
     uid: int
     machine: str
     machine_readings: dict[str, Reading]
-    system_manifest: dict[str, Any]
+    system_manifest: dict[str, Any] | None
+    system_owners: dict[str, str | None]
     model_manifest: dict[str, Any] | None
     root_writable: bool
     ensurepip: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -67,7 +68,7 @@ class Limit(SystemRow):
 
 
 class SharedMemory(SystemRow):
-    """The size of /dev/shm, in GiB."""
+    """The least size of /dev/shm, in GiB."""
 
     kind: Literal["shared_memory"]
 
@@ -86,18 +87,24 @@ class PowerLimit(SystemRow):
 
 
 class Hold(SystemRow):
-    """Installed packages whose names begin so are held back from upgrades (apt's hold)."""
+    """Installed packages whose names begin so are held back from upgrades (apt's hold), but for some words in them."""
 
     kind: Literal["hold"]
     prefixes: list[str] = Field(min_length=1)
+    but_not: list[str] = []
+
+    def holds(self, package: str) -> bool:
+        """Whether a package is one of these."""
+        return package.startswith(tuple(self.prefixes)) and not any(word in package for word in self.but_not)
 
 
 AnyRow = Annotated[
     Packages | Sysctl | KernelFile | ModuleOption | Limit | SharedMemory | Service | PowerLimit | Hold,
     Field(discriminator="kind"),
 ]
-VALUELESS = ("packages", "service", "hold")
+VALUELESS = ("packages", "service", "hold", "module_option")
 NUMBERS = ("shared_memory", "power_limit")
+COUNTED = ("power_limit", "kernel_file", "sysctl")  # what a server's speed depends on
 
 
 class SystemRows(Row):
@@ -113,7 +120,8 @@ def row_errors(rows: SystemRows, origin: Origin) -> list[InputError]:
         if row.id in seen:
             errors.append(origin.error(("settings", index, "id"), f'"{row.id}" is used twice'))
         seen.add(row.id)
-        problem = value_problem(row, row.value) if row.value is not None else None
+        fixed = row.kind == "module_option"  # its own value is the only one
+        problem = value_problem(row, row.value) if row.value is not None and not fixed else None
         if problem:
             errors.append(origin.error(("settings", index, "value"), problem))
     return errors
@@ -127,6 +135,8 @@ def value_problem(row: Any, value: Any) -> str | None:
         return "should be a whole number above 0"
     if isinstance(value, str) and (not value or not value.isprintable()):
         return "should be a text of one line"
+    if row.kind == "limit" and not str(value).isdigit() and (row.name, value) != ("memlock", "unlimited"):
+        return "should be a whole number" + (", or unlimited" if row.name == "memlock" else "")
     return None
 
 
@@ -161,7 +171,7 @@ def declared(rows: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[Declar
     for name, row in rows.items():
         if name in wanted:
             value = row.value if wanted[name] is True else wanted[name]
-            found.append(Declared(row, "" if value is None else str(value)))
+            found.append(Declared(row, "" if value is None else " ".join(str(value).split())))
     return tuple(found)
 
 
@@ -193,7 +203,7 @@ def files(settings: Iterable[Declared], root: str, unit: str) -> dict[str, tuple
         found[script] = ("#!/bin/sh\n" + head + "".join(f"{line}\n" for line in boot), 0o755)
         service = [
             "[Unit]", f"Description=Settings of the host for {unit}", "After=nvidia-persistenced.service",
-            f"Before={unit}.service", "", "[Service]", "Type=oneshot", f"ExecStart=/bin/sh {script}",
+            f"Before={unit}.service", "", "[Service]", "Type=oneshot", f'ExecStart=/bin/sh "{script}"',
             "RemainAfterExit=yes", "", "[Install]", "WantedBy=multi-user.target",
         ]  # fmt: skip
         put(f"/etc/systemd/system/{settings_unit(unit)}", service)
@@ -206,7 +216,7 @@ def settings_unit(unit: str) -> str:
 
 
 def _boot_file(each: Declared) -> str:
-    return f'for file in {each.row.path}; do if [ -e "$file" ]; then echo {each.value} > "$file"; fi; done'
+    return f'for file in {each.row.path}; do if [ -e "$file" ]; then echo {shlex.quote(each.value)} > "$file"; fi; done'
 
 
 @dataclass(frozen=True)
@@ -249,7 +259,7 @@ def _kernel_file(each: Declared, seen: Seen) -> Gaps:
 
 def _shared_memory(each: Declared, seen: Seen) -> Gaps:
     size = seen["shm"]["size"]
-    if size != int(each.value) << 30:
+    if size < int(each.value) << 30:
         yield Gap(each.id, SHM, f"{each.value} GiB", f"{size / (1 << 30):g} GiB")
 
 
@@ -277,8 +287,16 @@ def _hold(each: Declared, seen: Seen) -> Gaps:
     if seen["manager"] != "apt":
         yield Gap(each.id, "holds", "apt", str(seen["manager"]), "only apt can hold packages back")
     for name, package in sorted(seen["installed"].items()):
-        if name.startswith(tuple(each.row.prefixes)) and not package["held"]:
+        if each.row.holds(name) and not package["held"]:
             yield Gap(each.id, f"package {name}", "held", "not held")
+
+
+def _limit(each: Declared, seen: Seen) -> Gaps:
+    """A limit is a file alone; but one above what the kernel allows would lock every login out."""
+    most = seen["nr_open"]
+    if each.row.name == "nofile" and most is not None and int(each.value) > most:
+        why = f"fs.nr_open is {most}, and a login whose limit is above it is refused"
+        yield Gap(each.id, "open files", each.value, f"{most} at most", why)
 
 
 # Of each kind that can be looked at: which reading, and what of it differs. The others are files alone.
@@ -290,6 +308,7 @@ KINDS: dict[str, tuple[str, Callable[[Declared, Seen], Gaps]]] = {
     "service": ("services", _service),
     "power_limit": ("gpus", _power_limit),
     "hold": ("packages", _hold),
+    "limit": ("limits", _limit),
 }
 
 
@@ -314,13 +333,29 @@ def package_names(row: Packages, seen: Mapping[str, Any]) -> list[str]:
 
 
 def waiting(settings: Iterable[Declared], readings: Mapping[str, Any]) -> list[str]:
-    """Declared module options that the loaded module does not have yet: they wait for its next load."""
-    loaded = readings.get("module_options") or {}
-    return [
-        f"{each.id}: {each.row.name} is {loaded[each.row.name]}, and {each.row.shown} after a reboot"
-        for each in settings
-        if each.kind == "module_option" and loaded.get(each.row.name) not in (None, each.row.shown)
-    ]
+    """What a deploy cannot do now and that is not called done: module options that wait for a reboot, limits that wait
+    for a new login, packages that no repository of the node has.
+    """
+    loaded, limits = readings.get("module_options") or {}, readings.get("limits") or {}
+    packages = readings.get("packages")
+    found = []
+    for each in settings:
+        row = each.row
+        if row.kind == "module_option" and loaded.get(row.name) not in (None, row.shown):
+            found.append(f"{each.id}: {row.name} is {loaded[row.name]}, and {row.shown} after a reboot")
+        elif row.kind == "limit" and row.name in limits:
+            hard = limits[row.name][1]
+            if hard is not None and (each.value == "unlimited" or hard < int(each.value)):
+                now = f"this session's {row.name} is {hard}"
+                found.append(
+                    f"{each.id}: {now}, and {each.value} in a new login (what supervisor runs: after its restart)"
+                )
+        elif row.kind == "packages" and row.where_available and packages and packages["manager"]:
+            names = package_names(row, packages)
+            absent = [name for name in names if name not in packages["installed"] and name not in packages["available"]]
+            if absent:
+                found.append(f"{each.id}: no repository that the node knows has {', '.join(absent)}")
+    return found
 
 
 def stale(settings: Iterable[Declared], manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -142,11 +142,13 @@ def converge(
     build: Build,
     refuse: Callable[[NodeState], Sequence[NodeCommand]] = lambda state: (),
     also: Sequence[Change] = (),
+    in_part: bool = False,
 ) -> Commands:
     """The body of every operation: plan, say what differs, yield the commands that `build` makes of it.
 
     `settled` is the step's state in words, for the case that nothing is to do. A blocked change stops this host,
-    after the commands of `refuse` have kept and shown what stopped it. `also`: changes that other hosts ask for.
+    after the commands of `refuse` have kept and shown what stopped it. `also`: changes that other hosts ask for. With
+    `in_part` the changes that are not blocked are made first.
     """
     found = observed(spec)
     if found is None:
@@ -160,13 +162,16 @@ def converge(
     for change in changes:
         for number, line in enumerate(str(change).splitlines()):
             host.log(f"    {'! ' if change.blocked else '~ '}{line}" if not number else f"      {line}", logger.info)
-    if blocked:
+    possible = [change for change in changes if not change.blocked] if in_part or not blocked else []
+    if blocked and not possible:
         yield from map(to_pyinfra, refuse(found))
         yield StringCommand(shell_failure(f"{step}: stopped; nothing of this step was changed"))
         return
     try:
-        for command in build(found, changes):
+        for command in build(found, possible):
             yield command if isinstance(command, PyinfraCommand) else to_pyinfra(command)
+        if blocked:
+            yield StringCommand(shell_failure(f"{step}: stopped; the rest of this step was done"))
     finally:
         if state.is_executing:
             _observations.pop(host.name, None)

@@ -24,7 +24,7 @@ def set_host(spec: NodeSpec) -> Commands:
     is said each time. Reads the observation; may run files/node/settings.py.
     """
     settled = f"{len(spec.system)} settings of the host are as declared" if spec.system else "no setting is declared"
-    yield from converge(spec, SETTINGS, settled, lambda state, changes: node.set_host(spec, state))
+    yield from converge(spec, SETTINGS, settled, lambda state, changes: node.set_host(spec, state), in_part=True)
     found = observed(spec)
     for each in waiting(spec.system, found.readings) if found else ():
-        host.log(f"    ! waits for a reboot: {each}", logger.warning)
+        host.log(f"    ! not done yet: {each}", logger.warning)

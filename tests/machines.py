@@ -121,7 +121,7 @@ def _xml(gpus: str, count: int) -> str:
 
 def _csv(number: int, slot: str) -> str:
     bus = "0000" + slot.upper()
-    fixed = "12.0, 97887, 98.02.81.00.07, Disabled, Enabled, Default, 5, 16, 16, 600.00, 300.00, 600.00, 14001, Enabled"
+    fixed = "12.0, 97887, 98.02.81.00.07, Disabled, Enabled, Default, 5, 16, 600.00, 300.00, 600.00, 14001, Enabled"
     return f"{number}, {NAME}, {bus}, {fixed}\n"
 
 
@@ -182,11 +182,9 @@ def nodes(count: int) -> dict[str, str]:
     found = {}
     for slot in SLOTS[:count]:
         folder = f"/sys/bus/pci/devices/{slot}"
-        resource = "0x0000000090000000 0x0000000093ffffff 0x0000000000040200\n"
-        resource += "0x000003c000000000 0x000003dfffffffff 0x000000000014220c\n"
         found |= {
             f"{folder}/vendor": "0x10de\n", f"{folder}/class": "0x030200\n", f"{folder}/device": "0x2bb5\n",
-            f"{folder}/numa_node": "0\n", f"{folder}/resource": resource, f"{folder}/iommu_group/type": "identity\n",
+            f"{folder}/config": "\ufffd\x10\ufffd+", f"{folder}/iommu_group/type": "identity\n",
             f"{folder}/driver": "",
         }  # fmt: skip
     return found
@@ -218,9 +216,8 @@ def blackwell(count: int = 8) -> Recorded:
         "/proc/self/status": "Name:\tpython3\nMems_allowed_list:\t0-1\n",
         "/proc/self/cgroup": "0::/user.slice/user-0.slice/session-3.scope\n",
         "/sys/fs/cgroup/user.slice/memory.max": "max\n", "/sys/fs/cgroup/user.slice/cpu.max": "max 100000\n",
-        "/sys/devices/system/node/node0/cpulist": "0-63\n", "/sys/devices/system/node/node1/cpulist": "64-127\n",
-        "/proc/sys/kernel/numa_balancing": "0\n", "/proc/sys/vm/swappiness": "1\n", "/proc/sys/fs/file-max": "9223372\n",
-        "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+        "/sys/devices/system/node/has_memory": "0-1\n",
+        "/proc/sys/kernel/numa_balancing": "0\n", "/proc/sys/vm/swappiness": "1\n", "/proc/sys/fs/nr_open": "1048576\n",
         "/proc/self/mountinfo": "29 1 259:2 / / rw,relatime shared:1 - ext4 /dev/md0 rw\n"
         "30 29 0:26 / /dev/shm rw,nosuid,nodev shared:4 - tmpfs tmpfs rw\n"
         "31 29 9:1 / /models rw,noatime shared:5 - xfs /dev/md1 rw\n",
@@ -244,11 +241,10 @@ def blackwell(count: int = 8) -> Recorded:
         "lspci -D -vv": "\n".join([BRIDGE.format(slot="0000:00:01.1"), *(CARD.format(slot=s) for s in SLOTS[:count])]),
         f"{nvcc} --version": "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 12.8, V12.8.93\n",
         f"{nvcc} --list-gpu-arch": "\n".join(archs.split()) + "\n",
-        "cc -dumpfullversion -dumpversion": "13.3.0\n", "c++ -dumpfullversion -dumpversion": "13.3.0\n",
+        "gcc -dumpfullversion -dumpversion": "13.3.0\n", "c++ -dumpfullversion -dumpversion": "13.3.0\n",
         "python3.12 -I -c*": "/usr/include/python3.12\n",
-        "timedatectl show --property=NTPSynchronized --value": "yes\n",
         "systemctl show*": shown + "\n", "dpkg-query -W*": (1, dpkg, "dpkg-query: no packages found matching cuda-drivers*\n"),
-        "apt-cache policy*": "", "apt-get": "",
+        "apt-cache -o*": "", "apt-get": "",
     }  # fmt: skip
     base = "/lib/x86_64-linux-gnu"
     links = {f"{base}/libcuda.so.1": f"{base}/libcuda.so.{DRIVER}", f"{base}/libnvidia-ml.so.1": f"{base}/libnvidia-ml.so.{DRIVER}",
@@ -261,7 +257,10 @@ def fallen() -> Recorded:
     """One card of eight has fallen off the bus: the driver lists seven, the bus reads ones."""
     node = blackwell()
     gone = "c1"
+    node.files[f"/sys/bus/pci/devices/0000:{gone}:00.0/config"] = "\ufffd" * 64
     node.tools[QUERY] = "".join(row for row in node.tools[QUERY].splitlines(True) if f":{gone.upper()}:" not in row)
+    lost = f"Unable to determine the device handle for GPU6: 0000:{gone.upper()}:00.0: Unknown Error\n"
+    node.tools[QUERY] = (255, lost + node.tools[QUERY], "")  # and the other cards' rows after it
     node.tools[XML] = re.sub(rf'\t<gpu id="00000000:{gone.upper()}:.*?</gpu>\n', "", node.tools[XML], flags=re.S)
     dead = (
         f"0000:{gone}:00.0 3D controller: NVIDIA Corporation GB202GL [RTX PRO 6000 Blackwell Server Edition] (rev ff)"
@@ -307,7 +306,6 @@ def container() -> Recorded:
     for tool in (
         "lspci -D -vv",
         "modinfo nvidia",
-        "timedatectl show --property=NTPSynchronized --value",
         "systemctl show*",
     ):
         del node.tools[tool]
@@ -331,14 +329,12 @@ def laptop() -> Recorded:
     files |= {
         "/proc/meminfo": f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {9 * GIB // 1024} kB\nSwapTotal: 2097148 kB\n",
         "/proc/cpuinfo": "".join(CPUINFO.format(n=n) for n in range(8)), "/proc/self/status": "Mems_allowed_list:\t0\n",
-        "/sys/devices/system/node/node0/cpulist": "0-7\n", "/proc/modules": "i915 3000000 8 - Live 0x0\n",
+        "/sys/devices/system/node/has_memory": "0\n", "/proc/modules": "i915 3000000 8 - Live 0x0\n",
         "/proc/self/mountinfo": "29 1 259:2 / / rw,relatime shared:1 - btrfs /dev/nvme0n1p3 rw\n"
         "30 29 0:26 / /dev/shm rw,nosuid,nodev shared:4 - tmpfs tmpfs rw\n",
         "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n",
     }  # fmt: skip
-    tools = {
-        name: said for name, said in node.tools.items() if name.split(" ")[0] in ("dmesg", "systemctl", "timedatectl")
-    }
+    tools = {name: said for name, said in node.tools.items() if name.split(" ")[0] in ("dmesg", "systemctl")}
     tools |= {"ldconfig -p": LDCONFIG.partition("\tlibnvidia-ml")[0], "dpkg-query -W*": (1, "", "none\n"), "apt-get": "",
               "dmesg": (1, "", "dmesg: read kernel buffer failed: Operation not permitted\n"),
               "journalctl -k*": "Hint: You are currently not seeing messages from other users and the system.\n"}  # fmt: skip

@@ -66,6 +66,7 @@ STOPPED = SeenServer(
     restarts=None,
     record=None,
     processes=[],
+    family=[],
     orphans=[],
     units=[],
     health=None,
@@ -93,7 +94,8 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
         "uid": 0,
         "machine": "x86_64",
         "machine_readings": readings(blackwell(), spec),
-        "system_manifest": {},
+        "system_manifest": {"settings": {}, "files": []},
+        "system_owners": {},
         "model_manifest": None,
         "root_writable": True,
         "ensurepip": True,
@@ -160,7 +162,7 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
     settings = {e.id: {"kind": e.kind, "target": e.target, "before": None, "value": e.value} for e in spec.system}
     state = empty_state(
         spec,
-        system_manifest={"settings": settings, "files": [file.path for file in spec.system_files]} if settings else {},
+        system_manifest={"settings": settings, "files": [file.path for file in spec.system_files]},
         folders={path: SeenFolder(mode=mode, uid=0) for path, mode in spec.paths.folders.items()},
         files=lies,
         launch_scripts=[spec.script_name(tier) for tier in spec.ladder.tiers],

@@ -2,6 +2,7 @@
 
 Runs in the venv's Python. REQUEST: path (the model's folder), repo ("org/name"), revision (a commit, 40 hex digits),
 endpoint (the hub's URL, or None for the public one), token (or None; it is sent to the hub and goes nowhere else),
+system_certs (whether what the node trusts is trusted),
 manifest (the file that says what has been verified: {"repo", "revision", "files": {name: {"size", "mtime_ns",
 "inode", "sha256" or "blob"}}, and "complete": true once all are}).
 
@@ -17,6 +18,11 @@ import re
 import shutil
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
+# What the node's other programs trust, a company's own CA included; the client alone trusts a list of its own.
+BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem")
+THERE = [path for path in BUNDLES if os.path.exists(path)]
+if REQUEST.get("system_certs") and THERE:
+    os.environ.setdefault("SSL_CERT_FILE", THERE[0])
 # Without Xet: plain HTTP, which is taken up again where it was cut.
 os.environ.update(HF_HUB_DISABLE_XET="1", HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
 
@@ -54,7 +60,6 @@ def advice(error):
         ),
         (status == 404, f"{where} is not found (HTTP 404): mend the name, or set a `token` that may see it\n{text}"),
         (status, f"{where} answers HTTP {status}: try again later; what was fetched is kept\n{text}"),
-        (number == errno.EAGAIN, f"another process is fetching into {PATH}: wait for it to end"),
         (number in (errno.ENOSPC, errno.EDQUOT), f"the disk of {PATH} is full: make room; what was fetched is kept"),
         (number, f"{PATH} cannot be written ({text}): mend its mount or owner, or set another folder"),
         (isinstance(error, (KeyError, TypeError, ValueError)), f"{ENDPOINT} is not a hub ({text}): check `endpoint`"),
@@ -160,7 +165,12 @@ def main():
         raise Wrong("`token` holds a space or a line break, which no token has: set it anew")
     os.makedirs(f"{PATH}/{PARTS}", exist_ok=True)
     os.chdir(PATH)
-    fcntl.flock(os.open(f"{PARTS}/lock", os.O_RDWR | os.O_CREAT, 0o644), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lock = os.open(f"{PARTS}/lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # another node, where the folder is shared, or another deploy
+        print(f"another process is fetching into {PATH}: waiting for it to end")
+        fcntl.flock(lock, fcntl.LOCK_EX)
     files, listed = wanted(), (read_json(REQUEST["manifest"]) or {}).get("files", {})
     rows = {n: listed[n] for n in files if n in listed and os.path.isfile(n) and row(n, files[n]) == listed[n]}
     left = sorted(set(files) - set(rows), key=lambda name: -files[name]["size"])  # large ones first
@@ -185,6 +195,9 @@ def main():
             done = f"{len(rows)} of {len(files)} files, {gib(total - still)} of {gib(total)}"
             print(f"{done}, {rate / (1 << 20):.0f} MiB/s, {until}")
             last, before = now, still
+    for name in set(listed) - set(files):  # of an earlier commit, as we left it
+        if os.path.isfile(name) and row(name, listed[name]) == listed[name]:
+            os.unlink(name)
     write_json(REQUEST["manifest"], {**manifest, "complete": True})
     print(f"all {len(files)} files are verified; {gib(coming)} came in {time.monotonic() - begun:.0f} s")
 

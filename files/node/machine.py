@@ -8,7 +8,6 @@ Unobserved with the reason: a tool that is missing, refused, hung, or says what 
 import fnmatch
 import glob as globs
 import json
-import mmap
 import os
 import re
 import resource
@@ -74,7 +73,7 @@ class Node:
         except OSError as error:
             raise Unobserved("%s cannot be run: %s" % (argv[0], error.strerror)) from None
         ends = time.monotonic() + timeout_s
-        said = {started.stdout: b"", started.stderr: b""}
+        said = {started.stdout: [], started.stderr: []}
         why = gather(said, ends)
         try:
             code = started.wait(0.5 if why else max(0.1, ends - time.monotonic()))
@@ -86,7 +85,7 @@ class Node:
                 started.wait(0.5)
             except (OSError, subprocess.TimeoutExpired):
                 pass
-        out, err = (said[pipe].decode("utf-8", "replace") for pipe in (started.stdout, started.stderr))
+        out, err = (b"".join(said[pipe]).decode("utf-8", "replace") for pipe in (started.stdout, started.stderr))
         for pipe in said:
             pipe.close()
         if why:
@@ -120,17 +119,18 @@ class Node:
 
 
 def gather(said, ends):
-    """Read pipes, {pipe: what it gave}, to their end; why it was given up, or None."""
-    pipes = list(said)
+    """Read pipes, {pipe: [what it gave]}, to their end; why it was given up, or None."""
+    pipes, size = list(said), 0
     while pipes:
         ready = select.select(pipes, [], [], max(0, ends - time.monotonic()))[0]
-        if not ready:
+        if not ready or time.monotonic() > ends:
             return "did not answer"
-        if sum(map(len, said.values())) > MOST_BYTES:
+        if size > MOST_BYTES:
             return "said more than can be read"
         for pipe in ready:
             part = os.read(pipe.fileno(), 1 << 16)
-            said[pipe] += part
+            said[pipe].append(part)
+            size += len(part)
             if not part:
                 pipes.remove(pipe)
     return None
@@ -140,10 +140,15 @@ def said_by(source, argv, timeout_s=TOOL_TIMEOUT_S):
     """What a tool prints. Raises Unobserved with its own words where it fails."""
     code, out, err = source.run(argv, timeout_s)
     if code:
-        shown = " ".join(each.partition("=")[0] for each in argv)
-        lines = [line.strip() for line in (err.strip() or out.strip()).splitlines() if line.strip()]
-        raise Unobserved("%s: %s" % (shown, " ".join(lines[:3])[:300] or "exit code %d" % code))
+        refuse(argv, code, out, err)
     return out
+
+
+def refuse(argv, code, out, err):
+    """Raises Unobserved with the words of a tool that failed."""
+    shown = " ".join(each.partition("=")[0] for each in argv)
+    lines = [line.strip() for line in (err.strip() or out.strip()).splitlines() if line.strip()]
+    raise Unobserved("%s: %s" % (shown, " ".join(lines[:3])[:300] or "exit code %d" % code))
 
 
 def text_of(source, path):
@@ -159,6 +164,19 @@ def text_of(source, path):
 def first_line(source, path):
     text = text_of(source, path)
     return None if text is None else text.strip().partition("\n")[0].strip()
+
+
+def stated(text, what):
+    """A value as nvidia-smi states it; None for "N/A", which a card says of what it does not have. Raises Unobserved
+    for what a sick card says in its place ("[Unknown Error]", "[GPU requires reset]"): it must not pass for none.
+    """
+    text = (text or "").strip()
+    bare = text.strip("[]")
+    if bare in ("", "N/A", "Not Supported", "Not Active"):
+        return None
+    if text.startswith("[") or re.search("error|requires reset|ERR!", bare, re.I):
+        raise Unobserved("nvidia-smi says %r of %s" % (text, what))
+    return text
 
 
 def number(text):
@@ -183,9 +201,13 @@ def slot_of(text):
 
 GPU_FIELDS = (
     "index", "name", "pci.bus_id", "compute_cap", "memory.total", "vbios_version", "mig.mode.current",
-    "persistence_mode", "compute_mode", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max",
-    "power.limit", "power.min_limit", "power.max_limit", "clocks.max.mem", "ecc.mode.current",
+    "persistence_mode", "compute_mode", "pcie.link.gen.max", "pcie.link.width.current", "power.limit",
+    "power.min_limit", "power.max_limit", "clocks.max.mem", "ecc.mode.current",
 )  # fmt: skip
+
+
+# What is said of a card that the driver has lost, in front of the others' rows and with an exit code of its own.
+NO_HANDLE = re.compile(r"Unable to determine the device handle for GPU")
 
 
 def parse_gpus(text):
@@ -194,13 +216,14 @@ def parse_gpus(text):
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(GPU_FIELDS):
-            if line.strip():
+            if line.strip() and not NO_HANDLE.search(line):
                 raise Unobserved("nvidia-smi --query-gpu: cannot be understood: %s" % line.strip()[:200])
             continue
         row = dict(zip(GPU_FIELDS, cells))
         slot = slot_of(row["pci.bus_id"])
         if slot is None:
             raise Unobserved("nvidia-smi --query-gpu: names no PCI address: %s" % line.strip()[:200])
+        row = {name: stated(text, "%s of %s" % (name, slot)) for name, text in row.items()}
         found.append(
             {
                 "index": number(row["index"]),
@@ -214,7 +237,6 @@ def parse_gpus(text):
                 "compute_mode": row["compute_mode"],
                 "pcie_gen": number(row["pcie.link.gen.max"]),
                 "pcie_width": number(row["pcie.link.width.current"]),
-                "pcie_width_max": number(row["pcie.link.width.max"]),
                 "power_limit_w": number(row["power.limit"]),
                 "power_min_w": number(row["power.min_limit"]),
                 "power_max_w": number(row["power.max_limit"]),
@@ -228,8 +250,12 @@ def parse_gpus(text):
 
 
 def gpus(source, asked):
-    query = "--query-gpu=" + ",".join(GPU_FIELDS)
-    return parse_gpus(said_by(source, ["nvidia-smi", query, "--format=csv,noheader,nounits"], SMI_TIMEOUT_S))
+    argv = ["nvidia-smi", "--query-gpu=" + ",".join(GPU_FIELDS), "--format=csv,noheader,nounits"]
+    code, out, err = source.run(argv, SMI_TIMEOUT_S)
+    rows = [line for line in out.splitlines() if line.count(",") == len(GPU_FIELDS) - 1]
+    if code and not (rows and NO_HANDLE.search(out + err)):
+        refuse(argv, code, out, err)
+    return parse_gpus(out)
 
 
 # Reasons for a slow clock that are a fault of power or cooling; a software power cap is how a power limit works.
@@ -237,21 +263,20 @@ SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "s
 
 
 def parse_gpu_health(text):
-    """`nvidia-smi -q -x`: {"driver", "cuda", "gpus": [...]}, with what is wrong with each GPU and who uses it."""
+    """`nvidia-smi -q -x`: {"gpus": [...]}, with what is wrong with each GPU and who uses it."""
     try:
         log = tree.fromstring(re.sub(r"<!DOCTYPE[^>]*>", "", text.strip()))
     except (tree.ParseError, ValueError) as error:
         raise Unobserved("nvidia-smi -q -x: is not whole XML (%s)" % error) from None
     found = []
     for gpu in log.findall("gpu"):
-
-        def field(path, gpu=gpu):
-            value = gpu.findtext(path)
-            return value.strip() if value and value.strip() not in ("N/A", "[N/A]") else None
-
         slot = slot_of(gpu.get("id"))
         if slot is None:
             raise Unobserved("nvidia-smi -q -x: a GPU without a PCI address")
+
+        def field(path, gpu=gpu, slot=slot):
+            return stated(gpu.findtext(path), "%s of %s" % (path, slot))
+
         reasons = gpu.find("clocks_event_reasons")
         old = "clocks_throttle_reasons"  # before driver 535
         slow = [
@@ -284,12 +309,14 @@ def parse_gpu_health(text):
                 "remap_failure": field("remapped_rows/remapped_row_failure"),
                 "recovery": field("gpu_recovery_action"),
                 "virtualization": field("gpu_virtualization_mode/virtualization_mode"),
-                "fabric": field("fabric/state"),
-                "replays": number(field("pci/replay_counter")),
+                "fabric": ", ".join(
+                    each for each in (field("fabric/state"), field("fabric/status")) if each not in (None, "Success")
+                )
+                or None,
                 "processes": processes,
             }
         )  # fmt: skip
-    return {"driver": (log.findtext("driver_version") or "").strip(), "gpus": found}
+    return {"gpus": found}
 
 
 def gpu_health(source, asked):
@@ -351,8 +378,13 @@ def parse_modinfo(text):
 
 
 def module_on_disk(source, asked):
-    """The module that the next boot loads."""
-    return parse_modinfo(said_by(source, ["modinfo", "nvidia"]))
+    """The module that the next boot loads; Debian's own packages give it another name."""
+    try:
+        return parse_modinfo(said_by(source, ["modinfo", "nvidia"]))
+    except Unobserved:
+        if source.exists("/etc/alternatives/nvidia"):
+            return parse_modinfo(said_by(source, ["modinfo", "nvidia-current"]))
+        raise
 
 
 def modules(source, asked):
@@ -385,18 +417,23 @@ def libraries(source, asked):
     return parse_libraries(said_by(source, ["ldconfig", "-p"]), source)
 
 
-XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)(.*)")
+XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)(.*)")
+NO_ANSWER = re.compile(
+    r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]+)[^[]*(?:\n[^\n]*){1,2}?fallen off the bus and is not responding"
+)
 FALLEN = re.compile(r"NVRM: .*?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}).*fallen off the bus")
-BAR = re.compile(r"pci (\S+): (BAR \d+)\b.*?(no space|failed to assign|: assigned)")  # "VF BAR 0" is no card's own
+# A card's own are BAR 0 to 5: older kernels number its ROM, its virtual functions and a bridge's windows from 6 on.
+BAR = re.compile(r"pci (\S+): (BAR [0-5])\b.*?(no space|failed to assign|: assigned)")
 
 
 def parse_kernel_log(text):
-    """What the kernel log says of the GPUs: Xids ({"slot", "xid", "text"}), slots whose card has fallen off the bus,
-    devices without address space (a later "assigned" wins), lines about a GPU that cannot be initialised, about PCIe
-    errors, and about processes that were ended for want of memory.
+    """What the kernel log says of the GPUs: Xids (the last of each kind and slot: {"slot", "xid", "text", "count"}, in
+    the order of the last ones), slots whose card has fallen off the bus, devices without address space ({"slot",
+    "text"}; a later "assigned" wins), lines about a GPU that cannot be initialised, about PCIe errors, and about
+    processes that were ended for want of memory.
     """
-    found = {"xids": [], "fallen": [], "init_failed": [], "pcie_errors": [], "out_of_memory": []}
-    bars = {}
+    found = {"init_failed": [], "pcie_errors": [], "out_of_memory": []}
+    bars, xids, gone = {}, {}, [slot_of(each) for each in NO_ANSWER.findall(text)]
     kinds = (
         ("init_failed", re.compile(r"RmInitAdapter failed|requires use of the NVIDIA open kernel modules", re.I)),
         (
@@ -408,34 +445,36 @@ def parse_kernel_log(text):
     for line in text.splitlines():
         xid = XID.search(line)
         if xid:
-            words = xid.group(3).strip(" ,")[:160]
-            found["xids"].append({"slot": slot_of(xid.group(1)), "xid": int(xid.group(2)), "text": words})
+            words, key = xid.group(3).strip(" ,")[:160], (slot_of(xid.group(1)), int(xid.group(2)))
+            count = xids.pop(key, {"count": 0})["count"] + 1
+            xids[key] = {"slot": key[0], "xid": key[1], "text": words, "count": count}
         fallen = FALLEN.search(line)
         if fallen or (xid and xid.group(2) == "79"):
-            found["fallen"].append(slot_of((fallen or xid).group(1)))
+            gone.append(slot_of((fallen or xid).group(1)))
         bar = BAR.search(line)
-        if bar:
-            bars[bar.group(1), bar.group(2)] = None if "assigned" in bar.group(3) else line.strip()[:200]
+        if bar and "[io" not in line:
+            row = {"slot": slot_of(bar.group(1)), "text": line.strip()[:200]}
+            bars[bar.group(1), bar.group(2)] = None if "assigned" in bar.group(3) else row
         for name, pattern in kinds:
             if pattern.search(line):
                 found[name].append(line.strip()[:200])
-    found["fallen"] = sorted({slot for slot in found["fallen"] if slot})
-    found["no_space"] = [line for line in bars.values() if line]
-    return {name: lines[-200:] for name, lines in found.items()}
+    kept = {name: lines[-20:] for name, lines in found.items()}
+    fallen = sorted({slot for slot in gone if slot})
+    return dict(kept, xids=list(xids.values()), fallen=fallen, no_space=[row for row in bars.values() if row])
 
 
 def kernel_log(source, asked):
-    """Of this boot: dmesg, or the journal where dmesg may not be read."""
-    try:
-        text = said_by(source, ["dmesg"])
-    except Unobserved as why:
+    """Of this boot, from its beginning: dmesg, or the journal where dmesg may not be read or has lost its beginning."""
+    reasons = []
+    for argv in (["dmesg"], ["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "short-monotonic"]):
         try:
-            text = said_by(source, ["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "short-monotonic"])
-            if not text.strip():
-                raise Unobserved("journalctl -k shows this user nothing")
-        except Unobserved as other:
-            raise Unobserved("%s; %s" % (why, other)) from None
-    return parse_kernel_log(text)
+            text = said_by(source, argv)
+            if "Linux version" in text:
+                return parse_kernel_log(text)
+            reasons.append("%s does not reach back to the boot" % argv[0])
+        except Unobserved as why:
+            reasons.append(str(why))
+    raise Unobserved("; ".join(reasons))
 
 
 def cmdline(source, asked):
@@ -450,7 +489,9 @@ def cmdline(source, asked):
 
 
 def pci(source, asked):
-    """NVIDIA's display devices on the bus, whether the driver knows them or not."""
+    """NVIDIA's display devices on the bus, whether the driver knows them or not; one that `answers` nothing reads as
+    ones.
+    """
     found = []
     for folder in source.glob("/sys/bus/pci/devices/*"):
         if first_line(source, folder + "/vendor") != "0x10de":
@@ -458,16 +499,12 @@ def pci(source, asked):
         kind = first_line(source, folder + "/class") or ""
         if not kind.startswith("0x03"):  # not the card's audio function
             continue
-        rows = [row.split() for row in (text_of(source, folder + "/resource") or "").splitlines()]
-        sizes = [int(row[1], 16) - int(row[0], 16) + 1 for row in rows if len(row) == 3 and int(row[1], 16)]
-        numa = number(first_line(source, folder + "/numa_node"))
         bound = source.exists(folder + "/driver")
         found.append(
             {
                 "slot": os.path.basename(folder),
                 "device": first_line(source, folder + "/device"),
-                "numa_node": numa if numa is not None and numa >= 0 else None,
-                "largest_bar_mib": max(sizes, default=0) >> 20,
+                "answers": not (text_of(source, folder + "/config") or "").startswith("\ufffd" * 4),
                 "driver": os.path.basename(source.real(folder + "/driver")) if bound else None,
                 "iommu": first_line(source, folder + "/iommu_group/type"),
             }
@@ -476,29 +513,25 @@ def pci(source, asked):
 
 
 def parse_lspci(text):
-    """{"redirecting": bridges whose ACS sends peer traffic up to the root, "dead": devices that answer nothing}.
+    """{"redirecting": bridges whose ACS sends peer traffic up to the root}.
 
     Raises Unobserved where the capabilities may not be read, which is only root's.
     """
-    redirecting, dead, capable, denied = [], [], 0, 0
+    redirecting, capable, denied = [], 0, 0
     for block in re.split(r"\n(?=\S)", text.strip()):
         head, _, body = block.partition("\n")
         slot = slot_of(head.split(" ", 1)[0])
         if slot is None:
             raise Unobserved("lspci -vv: cannot be understood: %s" % head[:200])
-        if re.search(r"\(rev ff\)", head) or "Unknown header type 7f" in body:
-            if "NVIDIA" in head:
-                dead.append(slot)
-            continue
         denied += "Capabilities: <access denied>" in body
         control = re.search(r"ACSCtl:\s*(.*)", body)
         if control:
             capable += 1
-            if re.search(r"(?:SrcValid|ReqRedir|CmpltRedir)\+", control.group(1)) and "PCI bridge" in head:
+            if re.search(r"(?:ReqRedir|CmpltRedir)\+", control.group(1)) and "PCI bridge" in head:
                 redirecting.append(slot)
     if denied and not capable:
         raise Unobserved("lspci -vv: only root may read the capabilities")
-    return {"redirecting": redirecting, "dead": dead}
+    return {"redirecting": redirecting}
 
 
 def lspci(source, asked):
@@ -511,8 +544,11 @@ def iommu(source, asked):
 
 
 def devices(source, asked):
-    """NVIDIA's device nodes."""
-    return [os.path.basename(path) for path in source.glob("/dev/nvidia*")]
+    """{"nodes": NVIDIA's device nodes, "made": whether what makes them at need is there}; nvidia-smi makes some."""
+    if source.which("nvidia-smi"):
+        source.run(["nvidia-smi", "-L"], SMI_TIMEOUT_S)
+    nodes = [os.path.basename(path) for path in source.glob("/dev/nvidia*")]
+    return {"nodes": nodes, "made": source.which("nvidia-modprobe") is not None}
 
 
 def infiniband(source, asked):
@@ -542,14 +578,16 @@ def toolkit(source, asked):
 
 
 def compilers(source, asked):
-    """The full version of `cc` and `c++`; None where there is none."""
+    """The full version of `gcc`, which nvcc calls, and of `c++`; None where there is none."""
     found = {}
-    for name in ("cc", "c++"):
-        text = said_by(source, [name, "-dumpfullversion", "-dumpversion"]) if source.which(name) else ""
-        version = re.match(r"\s*(\d+(?:\.\d+)*)", text)
-        if text and not version:
-            raise Unobserved("%s -dumpversion: cannot be understood: %s" % (name, text.strip()[:100]))
-        found[name] = version.group(1) if version else None
+    for name in ("gcc", "c++"):
+        found[name] = None
+        if source.which(name):
+            text = said_by(source, [name, "-dumpfullversion", "-dumpversion"])
+            version = re.match(r"\s*(\d+(?:\.\d+)*)", text)
+            if not version:
+                raise Unobserved("%s -dumpversion: cannot be understood: %s" % (name, text.strip()[:100]))
+            found[name] = version.group(1)
     return found
 
 
@@ -573,30 +611,32 @@ def architectures(path):
     .nv_fatbin section. Seen to agree with cuobjdump --list-elf on sgl-kernel 0.3.21 and torch 2.9.1.
     """
     found = set()
-    with open(path, "rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if data[:4] != b"\x7fELF":
+    with open(path, "rb") as handle:
+
+        def unpack(form, at):
+            return struct.unpack(form, os.pread(handle.fileno(), struct.calcsize(form), at))
+
+        if os.pread(handle.fileno(), 4, 0) != b"\x7fELF":
             return []
-        (sections,) = struct.unpack_from("<Q", data, 0x28)
-        size, count, names = struct.unpack_from("<HHH", data, 0x3A)
-        rows = [struct.unpack_from("<IIQQQQ", data, sections + number * size) for number in range(count)]
+        (sections,) = unpack("<Q", 0x28)
+        size, count, names = unpack("<HHH", 0x3A)
+        rows = [unpack("<IIQQQQ", sections + number * size) for number in range(count)]
         for row in rows:
-            start = rows[names][4] + row[0]
-            if data[start : start + 16].partition(b"\0")[0] not in (b".nv_fatbin", b"__nv_relfatbin"):
+            name = os.pread(handle.fileno(), 16, rows[names][4] + row[0]).partition(b"\0")[0]
+            if name not in (b".nv_fatbin", b"__nv_relfatbin"):
                 continue
             at, end = row[4], row[4] + row[5]
             while at + 16 <= end:
-                magic, _, head, length = struct.unpack_from("<IHHQ", data, at)
+                magic, _, head, length = unpack("<IHHQ", at)
                 if magic != FATBIN:
                     at += 8  # padding
                     continue
-                entry, at = at + head, at + head + length
+                entry, at = at + head, at + max(16, head + length)
                 while entry + 32 <= at:
-                    kind, _, entry_head, entry_length = struct.unpack_from("<HHIQ", data, entry)
+                    kind, _, entry_head, entry_length = unpack("<HHIQ", entry)
                     if kind == ELF_KIND:
-                        found.add(struct.unpack_from("<I", data, entry + 28)[0])
-                    if not entry_head + entry_length:
-                        break
-                    entry += entry_head + entry_length
+                        found.add(unpack("<I", entry + 28)[0])
+                    entry += max(16, entry_head + entry_length)
     return sorted(found)
 
 
@@ -632,18 +672,23 @@ def cgroup(source, asked):
     parts = [part for part in own.split("/") if part and part != ".."]
     for depth in range(len(parts) + 1):
         folder = "/".join(["/sys/fs/cgroup", *parts[:depth]])
-        value = number(first_line(source, folder + "/memory.max"))
-        limits += [value] if value is not None else []
+        limits.append(number(first_line(source, folder + "/memory.max")))
         quota = (first_line(source, folder + "/cpu.max") or "").split()
         if len(quota) == 2 and quota[0].isdigit() and int(quota[1]):
             cpus.append(int(quota[0]) / int(quota[1]))
-    return {"memory": min(limits, default=None), "cpus": min(cpus, default=None)}
+    # Of the hierarchy before the unified one, a container sees its own group at the top.
+    limits.append(number(first_line(source, "/sys/fs/cgroup/memory/memory.limit_in_bytes")))
+    quota, period = (number(first_line(source, "/sys/fs/cgroup/cpu/cpu.cfs_%s_us" % n)) for n in ("quota", "period"))
+    if quota and period and quota > 0:
+        cpus.append(quota / period)
+    memory = [each for each in limits if each is not None and each < 1 << 60]  # no limit is written as a huge one
+    return {"memory": min(memory, default=None), "cpus": min(cpus, default=None)}
 
 
 def limits(source, asked):
-    """[soft, hard] of this session's limits; None: unlimited. Also what the kernel allows in all."""
-    found = {name: source.limit("RLIMIT_" + name.upper()) for name in ("nofile", "memlock", "nproc")}
-    return dict(found, file_max=number(first_line(source, "/proc/sys/fs/file-max")))
+    """[soft, hard] of this session's limits; None: unlimited. `nr_open`: the most open files that a limit may allow."""
+    found = {name: source.limit("RLIMIT_" + name.upper()) for name in ("nofile", "memlock")}
+    return dict(found, nr_open=number(first_line(source, "/proc/sys/fs/nr_open")))
 
 
 def sysctls(source, asked):
@@ -658,7 +703,7 @@ def sysctls(source, asked):
 def chosen(source, path):
     """The chosen word of a file such as "always [madvise] never"; its whole text where none is in brackets."""
     text = first_line(source, path)
-    found = re.search(r"\[(\w+)\]", text or "")
+    found = re.search(r"\[([^\]]+)\]", text or "")
     return found.group(1) if found else text
 
 
@@ -675,20 +720,18 @@ def kernel_files(source, asked):
 
 
 def cpu(source, asked):
-    """{"model", "count", "flags" (of those that matter), "hypervisor", "numa_nodes", "nodes_allowed"}."""
+    """{"model", "count", "hypervisor", "numa_nodes" (those with memory), "nodes_allowed"}."""
     text = text_of(source, "/proc/cpuinfo") or ""
     model = re.search(r"^model name\s*:\s*(.*)$", text, re.M)
     flags = (re.search(r"^flags\s*:\s*(.*)$", text, re.M) or [""])[0].split()
     allowed = re.search(r"^Mems_allowed_list:\s*(\S+)", text_of(source, "/proc/self/status") or "", re.M)
     if not model or not allowed:
         raise Unobserved("/proc/cpuinfo or /proc/self/status cannot be understood")
-    nodes = [os.path.basename(path)[4:] for path in source.glob("/sys/devices/system/node/node[0-9]*")]
     return {
         "model": model.group(1),
         "count": len(re.findall(r"^processor\s*:", text, re.M)),
-        "avx2": "avx2" in flags,
         "hypervisor": "hypervisor" in flags,
-        "numa_nodes": sorted(int(each) for each in nodes if each.isdigit()),
+        "numa_nodes": ranges(first_line(source, "/sys/devices/system/node/has_memory") or "0"),
         "nodes_allowed": ranges(allowed.group(1)),
     }
 
@@ -711,7 +754,9 @@ def parse_mounts(text):
         words, kind = left.split(), right.split()
         if dash and len(words) > 5 and kind:
             point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal.group(1), 8)), words[4])
-            found.append((point, kind[0], words[5].split(",")))
+            found.append(
+                (point, kind[0], words[5].split(",") + kind[-1].split(","))
+            )  # a disk's errors show in the latter
     return found
 
 
@@ -726,7 +771,7 @@ def mounts(source, asked):
         above = [row for row in rows if row[0] == "/" or real == row[0] or real.startswith(row[0].rstrip("/") + "/")]
         if not above:
             raise Unobserved("/proc/self/mountinfo has no file system for %s" % path)
-        at, kind, options = max(above, key=lambda row: len(row[0]))
+        at, kind, options = max(reversed(above), key=lambda row: len(row[0]))  # of two at one place, the later is seen
         found[name] = dict(source.space(real), at=at, kind=kind, options=options)
     return found
 
@@ -746,13 +791,15 @@ def environment(source, asked):
 
 
 def system(source, asked):
-    """{"os", "os_version", "kernel", "libc", "container", "reboot_required", "epoch"}."""
+    """{"os", "os_version", "kernel", "libc", "container", "reboot_required"}."""
     release = dict(re.findall(r"^(\w+)=\"?(.*?)\"?\s*$", text_of(source, "/etc/os-release") or "", re.M))
     container = first_line(source, "/run/systemd/container")
     if not container and source.exists("/.dockerenv"):
         container = "docker"
     if not container and source.exists("/run/.containerenv"):
         container = "podman"
+    if not container and "KUBERNETES_SERVICE_HOST" in source.environ():
+        container = "kubernetes"
     return {
         "os": release.get("ID"),
         "os_version": release.get("VERSION_ID"),
@@ -761,12 +808,6 @@ def system(source, asked):
         "container": container or None,
         "reboot_required": source.exists("/run/reboot-required"),
     }
-
-
-def clock(source, asked):
-    """Whether the clock is kept by NTP, as systemd knows it."""
-    text = said_by(source, ["timedatectl", "show", "--property=NTPSynchronized", "--value"])
-    return {"synchronized": text.strip() == "yes"}
 
 
 def services(source, asked):
@@ -794,7 +835,7 @@ def parse_dpkg(text):
         name, tab, rest = line.partition("\t")
         version, _, status = rest.partition("\t")
         if tab and status[1:2] == "i":
-            found[name.partition(":")[0]] = {"version": version, "held": status[:1] == "h"}
+            found[name] = {"version": version, "held": status[:1] == "h"}
     return found
 
 
@@ -806,12 +847,16 @@ def packages(source, asked):
     names = list(asked["packages"])
     maybe = asked["packages_maybe"]
     if source.which("dpkg-query") and source.which("apt-get"):
-        form = "-f=${Package}\t${Version}\t${db:Status-Abbrev}\n"
-        # It ends with 1 where one of the names is not known, and that is an answer.
-        _, out, _ = source.run(["dpkg-query", "-W", form, *names, *DRIVER_PACKAGES])
-        installed = parse_dpkg(out)
+        form = "-f=${binary:Package}\t${Version}\t${db:Status-Abbrev}\n"  # with the architecture where it is foreign
+        argv = ["dpkg-query", "-W", form, *names, *DRIVER_PACKAGES]
+        code, out, err = source.run(argv)
+        if code not in (0, 1):  # it ends with 1 where one of the names is not known, and that is an answer
+            refuse(argv, code, out, err)
+        native = re.compile(r":(?:amd64|%s)\t" % (os.uname().machine), re.M)
+        installed = parse_dpkg(native.sub("\t", out))
         wanted = [name for name in maybe if name not in installed]
-        policy = said_by(source, ["apt-cache", "policy", *wanted]) if wanted else ""
+        memory = ["-o", "Dir::Cache::pkgcache=", "-o", "Dir::Cache::srcpkgcache="]  # else it may write its cache
+        policy = said_by(source, ["apt-cache", *memory, "policy", *wanted]) if wanted else ""
         blocks = re.findall(r"^(\S+):\n(?:  .*\n)*?  Candidate: (?!\(none\))\S+", policy, re.M)
         return {"manager": "apt", "installed": installed, "available": blocks}
     if source.which("rpm") and source.which("dnf"):
@@ -821,7 +866,10 @@ def packages(source, asked):
         installed = {name: {"version": version, "held": None} for name, _, version in rows}
         wanted = [name for name in maybe if name not in installed]
         query = ["dnf", "--quiet", "--cacheonly", "repoquery", "--queryformat", "%{name}\n", *wanted]
-        listed = said_by(source, query).split() if wanted else []
+        try:
+            listed = said_by(source, query).split() if wanted else []
+        except Unobserved:
+            listed = []  # dnf has no cache yet: nothing is known to be available
         return {"manager": "dnf", "installed": installed, "available": sorted(set(listed) & set(wanted))}
     return {"manager": None, "installed": {}, "available": []}
 
@@ -832,6 +880,7 @@ def updates(source, asked):
     text = "\n".join(re.sub(r"^\s*(?://|#).*$", "", each, flags=re.M) for each in texts)
     switch = re.findall(r'APT::Periodic::Unattended-Upgrade\s+"(\w+)"', text)
     block = re.findall(r"Unattended-Upgrade::Package-Blacklist\s*\{(.*?)\}", text, re.S)
+    block += re.findall(r'Unattended-Upgrade::Package-Blacklist::\s*("[^"]*")', text)
     automatic = bool(switch) and switch[-1] not in ("0", "no", "false")
     return {"automatic": automatic, "blacklist": re.findall(r'"([^"]+)"', " ".join(block))}
 
@@ -859,7 +908,7 @@ READINGS = {
     "infiniband": infiniband, "toolkit": toolkit, "compilers": compilers, "python_headers": python_headers,
     "kernels": kernels, "memory": memory, "cgroup": cgroup, "limits": limits, "sysctls": sysctls,
     "kernel_files": kernel_files, "cpu": cpu, "mounts": mounts, "environment": environment, "system": system,
-    "clock": clock, "services": services, "packages": packages, "updates": updates, "ports": ports,
+    "services": services, "packages": packages, "updates": updates, "ports": ports,
     "cuda_compat": cuda_compat,
 }  # fmt: skip
 

@@ -199,7 +199,7 @@ def cut_shard(path, size):
     try:
         with open(path, "rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
-            header = handle.read(length) if 2 <= length <= min(size, 1 << 30) else b""
+            header = handle.read(length) if 2 <= length <= min(size, 100_000_000) else b""  # the format's own bound
     except OSError as error:
         return "cannot be read: %s" % error.strerror
     if not header.startswith(b"{") or len(header) != length:
@@ -215,7 +215,11 @@ def model(request):
         return None
     files = {}
     fetched = (read_json(request["manifest"]) or {}).get("files", {})
-    for name in sorted({*listing(path), *fetched}):  # a repository of the hub may have folders
+    index = read_json(os.path.join(path, "model.safetensors.index.json"))
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    names = names if isinstance(names, dict) else None
+    inside = [n for n in {*fetched, *(names or {}).values()} if isinstance(n, str) and ".." not in n.split("/")]
+    for name in sorted({*listing(path), *(n for n in inside if not n.startswith("/"))}):  # some lie in folders
         full = os.path.join(path, name)
         if os.path.isfile(full):
             found = os.stat(full)
@@ -223,9 +227,6 @@ def model(request):
                 "size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino,
                 "sha256": sha256_of(full) if request["hash"] else None,
             }  # fmt: skip
-    index = read_json(os.path.join(path, "model.safetensors.index.json"))
-    names = index.get("weight_map") if index else None
-    names = names if isinstance(names, dict) else None
     config_path = os.path.join(path, "config.json")
     config = read_json(config_path)
     shards = [name for name in files if name.endswith(".safetensors")]
@@ -261,7 +262,8 @@ def server(root, unit):
     kept = (running or known or [nobody])[0]
     recorded = server_processes(record)
     ours = {*recorded, *(cgroup_processes(kept["cgroup"]) if kept["cgroup"] else []), kept["pid"]}
-    orphans = {pid for pid in marked_processes(root) if pid not in ours and not supervised(pid, ours)}
+    marked = marked_processes(root)
+    orphans = {pid for pid in marked if pid not in ours and not supervised(pid, ours)}
     if not kept["pid"]:
         orphans |= set(recorded)
     ready = bool(kept["pid"] and record and record.get("ready_at"))
@@ -273,6 +275,7 @@ def server(root, unit):
         "restarts": kept["restarts"],
         "record": record,
         "processes": recorded,
+        "family": sorted(pid for pid in {*marked, *ours} - orphans if pid and process(pid)),
         "orphans": [{"pid": pid, "command": command_line(pid)[:80]} for pid in sorted(orphans)],
         "units": units,
         "health": http_status("/health", HEALTH_TIMEOUT_S) if ready else None,
@@ -300,6 +303,13 @@ def results(path):
                 row = {"file": name, "spec_digest": digest, "verdict": verdict}
                 found.append(dict(row, benchmark_digest=benchmark if isinstance(benchmark, str) else None))
     return found
+
+
+def system_manifest(path):
+    """What settings of ours say of themselves: {} where there are none, None where the file is damaged."""
+    found = read_json(path) if os.path.exists(path) else {"settings": {}, "files": []}
+    whole = isinstance(found, dict) and isinstance(found.get("settings"), dict) and isinstance(found.get("files"), list)
+    return found if whole else None
 
 
 STAMPS = ("runtime", "patches", "config")
@@ -331,7 +341,8 @@ def main():
         "python": "%d.%d.%d" % sys.version_info[:3],
         "uid": os.geteuid(),
         "machine": os.uname().machine,
-        "system_manifest": read_json(os.path.join(root, "run", "system.json")) or {},
+        "system_manifest": system_manifest(os.path.join(root, "run", "system.json")),
+        "system_owners": {path: owner(path) for path in REQUEST["system_files"]},
         "model_manifest": read_json(os.path.join(root, "run", "model.json")),
         "root_writable": os.access(disk, os.W_OK),
         "ensurepip": has_ensurepip,
@@ -344,9 +355,7 @@ def main():
         ],
         "tools": tools and {"distributions": tools["distributions"], "damaged": tools["damaged"]},
         "venv": venv(REQUEST["venv"], patched, deep_cache),
-        "stamps": {
-            name: read_json(os.path.join(root, "run", "%s.json" % name)) for name in ("runtime", "patches", "config")
-        },
+        "stamps": {name: read_json(os.path.join(root, "run", "%s.json" % name)) for name in STAMPS},
         "model": model(REQUEST["model"]),
         "port": port_holder(port),
         "server": server(root, REQUEST["unit"]),

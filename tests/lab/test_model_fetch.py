@@ -274,8 +274,23 @@ def test_two_at_once_do_not_write_one_file(fetcher: Fetcher) -> None:
     fetcher.hub.faults[LARGE] = Fault("hold", after=HALF)
     first = fetcher.start()
     assert fetcher.hub.held.wait(30)
-    assert f"another process is fetching into {fetcher.model}: wait for it" in fetcher.run(expected=1)
+    second = fetcher.start()
+    assert second.stdout
+    assert second.stdout.readline() == f"another process is fetching into {fetcher.model}: waiting for it to end\n"
     fetcher.kill_when_held(first)
+    assert "all 7 files are verified" in second.communicate(timeout=60)[0] and second.returncode == 0
+    assert fetcher.found() == FILES and not fetcher.unfinished()
+
+
+def test_files_that_a_later_commit_has_no_more_go_and_others_stay(fetcher: Fetcher) -> None:
+    fetcher.run()
+    (fetcher.model / "own.txt").write_text("someone's own")
+    (fetcher.model / "empty.txt").write_text("edited since")
+    del fetcher.hub.files[SMALL], fetcher.hub.files["empty.txt"]
+    fetcher.hub.revision = "f" * 40
+    fetcher.run(revision="f" * 40)
+    assert SMALL not in fetcher.found() and set(fetcher.found()) >= {"own.txt", "empty.txt", LARGE}
+    assert set(fetcher.manifest()["files"]) == set(FILES) - {SMALL, "empty.txt"}
 
 
 def test_a_token_is_asked_for_and_is_nowhere_but_in_the_requests_to_the_hub(fetcher: Fetcher) -> None:

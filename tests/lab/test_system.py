@@ -132,6 +132,13 @@ def test_the_doctor_sees_the_host_as_it_is_set(host: Host, tmp_path: Path) -> No
     )
 
 
+def test_a_boot_unit_that_someone_disabled_is_enabled_again(host: Host) -> None:
+    host.run(f"systemctl disable {UNIT}-settings")
+    run = ok(host.deploy(SETTINGS))
+    assert run.changed == [p.SETTINGS] and f"{UNIT}-settings.service: expected enabled, found disabled" in run.said
+    assert host.run(f"systemctl is-enabled {UNIT}-settings") == "enabled"
+
+
 def test_what_someone_else_changes_is_found_and_mended(host: Host) -> None:
     host.run(
         "mount -o remount,size=1G /dev/shm && apt-mark unhold nvidia-driver-test && systemctl stop nvidia-persistenced"
@@ -158,6 +165,7 @@ def test_a_row_that_is_taken_out_is_put_back(host: Host) -> None:
     run = ok(host.deploy(kept))
     assert run.changed == [p.SETTINGS]
     assert "shared-memory: shared_memory: expected as it was before" in run.said
+    assert "mount" not in host.run(f"cat {ROOT}/run/boot_settings.sh"), "what is left there is the governor's line"
     assert host.run("command -v numactl", check=False) == "", "what we installed is removed"
     assert host.run("dpkg-query -W -f '${db:Status-Abbrev}' libnuma1") == "ii", "what was there before is not"
     assert shm_gib(host) != 3 and host.run(f"test -e {FILES[2]} || echo gone") == (
@@ -215,12 +223,31 @@ def test_a_kernel_parameter_is_set_and_put_back(host: Host) -> None:
 
 
 def test_a_file_of_another_program_is_not_touched(host: Host) -> None:
-    other = f"/etc/sysctl.d/90-{UNIT}.conf"
-    host.run(f"echo 'vm.swappiness = 60' > {other}")
-    assert ok(host.deploy({"open-files": 65536})).changed == [p.SETTINGS]
-    assert host.run(f"cat {other}") == "vm.swappiness = 60", "it is none that we wrote"
+    other = f"/etc/security/limits.d/90-{UNIT}.conf"
+    host.run(f"echo '* - nofile 512' > {other}")
+    run = host.deploy({"open-files": 4096, "numa": True})
+    assert run.code != 0 and f"{other} is not of gpuwright" in run.said
+    assert host.run(f"cat {other}") == "* - nofile 512" and host.run("command -v numactl"), "the rest is done"
     host.run(f"rm {other}")
+    assert ok(host.deploy({"open-files": 4096, "numa": True})).changed == [p.SETTINGS]
     ok(host.deploy({}))
+
+
+def test_a_row_that_cannot_be_made_does_not_keep_the_others(host: Host) -> None:
+    host.run(
+        "systemctl stop nvidia-persistenced; mv /etc/systemd/system/nvidia-persistenced.service /root/; systemctl daemon-reload"
+    )
+    run = host.deploy({"persistence": True, "open-files": 4096})
+    assert run.code != 0 and "the node has no unit nvidia-persistenced.service" in run.said
+    assert "stopped; the rest of this step was done" in run.said and "nofile 4096" in host.run(f"cat {FILES[1]}")
+    host.run("mv /root/nvidia-persistenced.service /etc/systemd/system/ && systemctl daemon-reload")
+    ok(host.deploy({"persistence": True, "open-files": 4096}))
+    host.run(
+        "systemctl disable --now nvidia-persistenced; rm /etc/systemd/system/nvidia-persistenced.service; systemctl daemon-reload"
+    )
+    gone = ok(host.deploy({}))
+    assert "nvidia-persistenced.service is no more: nothing to put back" in gone.said
+    assert ok(host.deploy({})).changed == []
 
 
 SPEC = """\
@@ -254,6 +281,13 @@ def test_packages_by_dnf(host: Host) -> None:
         assert ok(host.deploy({"numa": True, "cuda-toolkit": True})).changed == []
         blocked = host.deploy({"hold-driver": True})
         assert blocked.code != 0 and "only apt can hold packages back" in blocked.said
+        needs = SPEC.format(name="needs-numactl").replace("License", "Requires: numactl\nLicense")
+        host.run(f"cat > /root/needs.spec <<'E'\n{needs}E")
+        host.run("rpmbuild --quiet -bb --define '_rpmdir /srv' /root/needs.spec && rpm -i /srv/noarch/needs-*.rpm")
+        assert "left installed: numactl-libs, numactl, which others now need" in ok(host.deploy({})).said
+        assert host.run("rpm -q needs-numactl numactl | wc -l") == "2"
+        host.run("rpm -e needs-numactl numactl numactl-libs")
+        ok(host.deploy({"numa": True}))
         ok(host.deploy({}))
         assert host.run("rpm -qa 'numactl*'") == ""
     finally:

@@ -248,7 +248,7 @@ def test_fetch_a_model_of_the_hub(collect: Collect, monkeypatch: pytest.MonkeyPa
     request = json.loads(json.loads(command.stdin.partition("REQUEST = json.loads(")[2].partition(")\n")[0]))
     assert command.stdin == node.script("fetch_model", request)
     assert request == {
-        "path": "/models/m", "repo": "org/m", "revision": "a" * 40, "endpoint": None, "token": "hf_secret",
+        "path": "/models/m", "repo": "org/m", "revision": "a" * 40, "endpoint": None, "token": "hf_secret", "system_certs": True,
         "manifest": f"{ROOT}/run/model.json",
     }  # fmt: skip
     other = lab_spec(model=wanted | {"token": None})
@@ -268,7 +268,7 @@ def test_what_waits_for_a_reboot_is_said_at_each_deploy(collect: Collect, caplog
     spec = gpu_spec(system={"uvm-no-hmm": True})
     state = seen(settled_state(spec), "module_options", {"nvidia_uvm.uvm_disable_hmm": "N"})
     assert collect(system.set_host, spec, state) == []
-    assert "waits for a reboot: uvm-no-hmm: nvidia_uvm.uvm_disable_hmm is N, and Y after a reboot" in caplog.text
+    assert "not done yet: uvm-no-hmm: nvidia_uvm.uvm_disable_hmm is N, and Y after a reboot" in caplog.text
 
 
 def test_what_should_be_better_is_counted_and_stops_nothing(collect: Collect, caplog: pytest.LogCaptureFixture) -> None:

@@ -77,7 +77,7 @@ def option(name: str, value: Any) -> Edit:
     return reading("module_options", lambda rows: rows.update({name: value}))
 
 
-XID = {"slot": SLOTS[6], "xid": 79, "text": "GPU has fallen off the bus."}
+XID = {"slot": SLOTS[6], "xid": 79, "text": "GPU has fallen off the bus.", "count": 1}
 STRANGER = {"pid": 4711, "name": "python3", "memory_mib": 80000}
 # What breaks each check, and a word that what is said of it must hold.
 BROKEN: dict[str, tuple[Edit, str]] = {
@@ -88,21 +88,22 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "driver-next-boot": (reading("module_on_disk", lambda d: d.update(version="590.44.01")), "590.44.01"),
     "driver-module-license": (reading("module_on_disk", lambda d: d.update(license="NVIDIA")), "NVIDIA"),
     "nouveau": (reading("modules", lambda d: [*d, "nouveau"]), "it is"),
-    "device-nodes": (reading("devices", lambda d: [n for n in d if n != "nvidia7"]), "7"),
-    "uvm-device": (reading("devices", lambda d: [n for n in d if n != "nvidia-uvm"]), "none"),
+    "device-nodes": (reading("devices", lambda d: d["nodes"].remove("nvidia7")), "7"),
+    "uvm-device": (reading("devices", lambda d: d["nodes"].remove("nvidia-uvm")), "neither"),
     "driver-held": (reading("packages", lambda d: d["installed"]["nvidia-driver-580-server-open"].update(held=False)), "1 are not: nvidia-driver"),
     "uvm-hmm": (option("nvidia_uvm.uvm_disable_hmm", "N"), "N"),
     "reboot-required": (reading("system", lambda d: d.update(reboot_required=True)), "/run/reboot-required"),
     "libcuda-of-the-driver": (reading("libraries", lambda d: d["libcuda.so.1"].append({"path": "/usr/local/cuda/compat/libcuda.so.1", "version": "570.124.06"})), "/usr/local/cuda/compat"),
     "xid-fatal": (log("xids", XID), "Xid 79 of 0000:c1:00.0"),
     "xid-other": (log("xids", XID | {"xid": 31}), "Xid 31"),
+    "xid-unlisted": (log("xids", XID | {"xid": 171}), "Xid 171"),
     "gpu-initialised": (log("init_failed", "NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x22:0x56:884)"), "RmInitAdapter"),
-    "bar-space": (log("no_space", "pci 0000:01:00.0: BAR 1: can't assign; no space"), "BAR 1"),
+    "bar-space": (log("no_space", {"slot": SLOTS[0], "text": "pci 0000:01:00.0: BAR 1: can't assign; no space"}), "BAR 1"),
     "pcie-errors": (log("pcie_errors", "pcieport 0000:40:01.0: AER: Multiple Uncorrected (Non-Fatal) error received"), "1, the last: pcieport"),
     "gpu-count": (reading("gpus", lambda rows: rows[:6] + rows[7:]), "7; missing: 0000:c1:00.0"),
     "gpu-lost": (reading("gpus", lambda rows: rows[:6] + rows[7:]), "0000:c1:00.0"),
-    "gpu-answers": (reading("lspci", lambda d: d.update(dead=[SLOTS[6]])), "0000:c1:00.0 (rev ff)"),
-    "gpu-name": (gpu("name", "NVIDIA H200"), "NVIDIA H200"),
+    "gpu-answers": (reading("pci", lambda rows: rows[6].update(answers=False)), "0000:c1:00.0 reads as ones"),
+    "gpu-name": (reading("gpus", lambda rows: [row | {"name": "NVIDIA H200"} for row in rows]), "NVIDIA H200"),
     "gpu-compute-capability": (gpu("compute_capability", "9.0"), "12.0, 9.0"),
     "gpu-memory": (gpu("memory_mib", 49140), "48.0 GiB"),
     "gpu-alike": (gpu("memory_clock_mhz", 12001), "14001, 12001 MHz"),
@@ -117,7 +118,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "gpu-remap-failure": (health("remap_failure", "Yes"), "failed on 0000:61:00.0"),
     "gpu-recovery": (health("recovery", "Drain and Reset"), "0000:61:00.0: Drain and Reset"),
     "gpu-strangers": (health("processes", [STRANGER]), "0000:61:00.0: pid 4711 (python3), 80000 MiB"),
-    "gpu-wedged": (health("utilization", 100), "0000:61:00.0: 100 % busy"),
+    "gpu-wedged": (lambda state: health("memory_used_mib", 624)(health("utilization", 100)(state)), "0000:61:00.0: 100 % busy, 624 MiB"),
     "pcie-width": (gpu("pcie_width", 8), "0000:61:00.0: x8"),
     "pcie-generation": (gpu("pcie_gen", 4), "0000:61:00.0: 4"),
     "bar1-size": (health("bar1_mib", 256), "256 MiB"),
@@ -130,7 +131,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "interpreter": (field(interpreter=None), "none that runs"),
     "cc": (without("cc"), "none on PATH"),
     "cxx": (without("c++"), "none on PATH"),
-    "gcc-not-too-new": (reading("compilers", lambda d: d.update({"c++": "15.1.0"})), "15.1.0"),
+    "gcc-not-too-new": (reading("compilers", lambda d: d.update({"gcc": "15.1.0"})), "15.1.0"),
     "openssl": (without("openssl"), "none"),
     "bash": (without("bash"), "none"),
     "flock": (without("flock"), "none"),
@@ -159,7 +160,6 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "swappiness": (lambda state: reading("sysctls", lambda d: d.update({"vm.swappiness": "60"}))(reading("memory", lambda d: d.update(swap=GIB))(state)), "60"),
     "governor": (reading("kernel_files", lambda d: d.update({GOVERNOR: {"performance": 3, "powersave": 1}})), "performance on 3; powersave on 1"),
     "numa-nodes-allowed": (reading("cpu", lambda d: d.update(nodes_allowed=[0])), "0"),
-    "clock": (reading("clock", lambda d: d.update(synchronized=False)), "it is not"),
     "hypervisor": (reading("cpu", lambda d: d.update(hypervisor=True)), "a virtual machine"),
     "root-writable": (field(root_writable=False), "permission denied"),
     "root-short": (field(), "101"),
@@ -192,6 +192,8 @@ SPECS: dict[str, NodeSpec] = {
     "locked-memory": gpu_spec(supervisor="supervisor"),
     "systemd": gpu_spec(supervisor="systemd"),
     "infiniband": PLAIN,
+    "memory-of-the-container": gpu_spec(supervisor="supervisor"),
+    "cpu-quota": gpu_spec(supervisor="supervisor"),
     "topology": PLAIN,
     "rank-port": gpu_spec(MEMBERS, ladder="glm5-nvfp4-2x8", cluster={"group": "gpu"}),
 }
@@ -431,7 +433,7 @@ def test_an_absent_library_is_not_covered() -> None:
     ("GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)", False),
 ])  # fmt: skip
 def test_xid_154_is_judged_by_its_own_words(text: str, fatal: bool) -> None:
-    state = log("xids", {"slot": SLOTS[0], "xid": 154, "text": text})(good())
+    state = log("xids", XID | {"xid": 154, "text": text})(good())
     assert (finding("xid-fatal", state).status == "failed") is fatal
 
 
@@ -439,8 +441,113 @@ def test_our_own_server_is_no_stranger_and_may_hold_the_port() -> None:
     server = STOPPED.model_copy(update={"status": "RUNNING", "pid": 4711, "processes": [4711, 4712], "health": 200})
     state = health("processes", [STRANGER])(good(server=server, port=SeenPort(pid=4712, command="sglang")))
     assert finding("gpu-strangers", state).status == finding("port", state).status == "ok"
-    assert finding("gpu-wedged", health("utilization", 100)(state)).status == "not applicable"
+    assert finding("gpu-wedged", BROKEN["gpu-wedged"][0](state)).status == "not applicable"
     assert finding("port", good(port=SeenPort(pid=None, command="a process of another user"))).status == "failed"
+
+
+def test_children_of_a_server_that_was_started_again_by_itself_are_ours() -> None:
+    """After a reboot or a crash the record is another's; its schedulers are the server's all the same."""
+    server = STOPPED.model_copy(update={"pid": 900, "family": [900, 4711]})
+    assert finding("gpu-strangers", health("processes", [STRANGER])(good(server=server))).status == "ok"
+
+
+def test_a_display_server_s_few_mib_stop_nothing() -> None:
+    small = {"pid": 5, "name": "/usr/lib/xorg/Xorg", "memory_mib": 4}
+    assert finding("gpu-strangers", health("processes", [small])(good())).status == "ok"
+    unknown = small | {"memory_mib": None}
+    assert finding("gpu-strangers", health("processes", [unknown])(good())).status == "failed"
+
+
+def test_a_busy_gpu_whose_memory_is_scrubbed_is_not_wedged() -> None:
+    assert finding("gpu-wedged", health("utilization", 99)(good())).status == "ok"
+    assert finding("gpu-wedged", health("memory_used_mib", 80000)(good())).status == "failed"
+
+
+DISPLAY = {
+    "index": 8,
+    "slot": "0000:f1:00.0",
+    "name": "NVIDIA T400 4GB",
+    "compute_capability": "7.5",
+    "memory_mib": 4096,
+}
+
+
+def test_a_display_card_beside_them_is_none_of_the_gpus() -> None:
+    state = reading("gpus", lambda rows: rows.append(rows[0] | DISPLAY))(good())
+    state = reading("pci", lambda rows: rows.append(rows[0] | {"slot": "0000:f1:00.0", "device": "0x1fb2"}))(state)
+    assert examine_node(GPU, state).passes
+    fewer = reading("gpus", lambda rows: [row for row in rows if row["slot"] != SLOTS[2]])(state)
+    assert finding("gpu-count", fewer).found == "7; missing: 0000:41:00.0; other cards: NVIDIA T400 4GB"
+
+
+def test_a_card_that_is_given_to_a_virtual_machine_is_not_lost() -> None:
+    state = BROKEN["gpu-lost"][0](good())
+    given = reading("pci", lambda rows: rows[6].update(driver="vfio-pci"))(state)
+    assert finding("gpu-lost", given).status == "ok" and finding("gpu-count", given).found == "7"
+
+
+def test_an_xid_counts_no_more_once_the_gpu_needs_no_recovery() -> None:
+    rows = [XID | {"xid": 119}, XID | {"xid": 154, "text": "GPU recovery action changed from 0x1 (X) to 0x0 (None)"}]
+    cleared = reading("kernel_log", lambda found: found.update(xids=rows))(good())
+    assert finding("xid-fatal", cleared).status == finding("xid-other", cleared).status == "ok"
+    later = reading("kernel_log", lambda found: found.update(xids=[*rows, XID | {"xid": 119}]))(good())
+    assert finding("xid-fatal", later).status == "failed"
+    elsewhere = reading("kernel_log", lambda found: found.update(xids=[XID | {"slot": SLOTS[0]}, *rows]))(good())
+    assert finding("xid-fatal", elsewhere).found.startswith("1, the last: Xid 79 of 0000:01:00.0")
+
+
+def test_the_second_node_of_a_cluster_is_not_told_to_switch_its_network_off() -> None:
+    members = (Member("gpu-02", "10.0.0.2"), Member("gpu-01", "10.0.0.1"))
+    second = gpu_spec(members, ladder="glm5-nvfp4-2x8", cluster={"group": "gpu"})
+    assert second.rank == 1
+    assert finding("infiniband", seen(good(second), "infiniband", ["mlx5_0"]), second).status == "not applicable"
+
+
+def test_an_older_driver_does_for_an_older_gpu() -> None:
+    hopper = catalogue().stacks["sglang-0.5.9-cu128"].toolchain
+    assert (hopper.driver_for("9.0"), hopper.driver_for("12.0"), hopper.driver_for("10.3"), hopper.driver_for("3.5")) == (
+        "525.60.13", "570.26", "570.26", None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("blacklist", "held"), [
+    (["nvidia-", "libnvidia-"], True), (["libnvidia-", "cuda"], False), (["*nvidia*"], False), (["libstdc++6", "(nvidia|libnvidia)"], True),
+])  # fmt: skip
+def test_what_unattended_upgrades_leave_out(blacklist: list[str], held: bool) -> None:
+    """The list holds whatever someone wrote there, a broken regular expression too."""
+    state = BROKEN["driver-held"][0](good())
+    state = reading("updates", lambda d: d.update(blacklist=blacklist))(state)
+    assert (finding("driver-held", state).status == "ok") is held
+
+
+def test_the_container_toolkit_is_no_part_of_the_driver() -> None:
+    loose = {"version": "1", "held": False}
+    state = reading(
+        "packages", lambda d: d["installed"].update({"nvidia-container-toolkit": loose, "libnvidia-container1": loose})
+    )(good())
+    assert finding("driver-held", state).status == "ok"
+
+
+def test_acs_alone_is_unknown_to_a_user_who_is_not_root() -> None:
+    node = blackwell()
+    node.tools["lspci -D -vv"] = "0000:00:01.1 PCI bridge: X (rev b0)\n\tCapabilities: <access denied>\n"
+    found = examine_node(GPU, good(machine_readings=readings(node, GPU)))
+    assert {each.check.id for each in found.findings if each.status == "unknown"} == {"acs"} and found.passes
+
+
+MENDED = sorted({check.mended_by for check in ROWS.values() if check.mended_by})
+
+
+@pytest.mark.parametrize("setting", MENDED)
+def test_only_what_a_setting_mends_is_let_through(setting: str) -> None:
+    """With the setting declared, its `must` checks do not stop preflight when they fail; all the others do."""
+    spec = gpu_spec(system={setting: 450 if setting == "power-limit" else True})
+    for check in ROWS.values():
+        if check.severity == "must" and check.id in BROKEN and check.id not in SPECS and check.id != "root-short":
+            state = BROKEN[check.id][0](prepared(check.id, spec))
+            if finding(check.id, state, spec).status == "failed":
+                stopped = "".join(str(change) for change in plan(spec, state).of(p.PREFLIGHT))
+                assert (f"{check.id}: expected" in stopped) is (check.mended_by != setting), (setting, check.id)
 
 
 def test_an_installed_stack_needs_no_second_15_gib() -> None:
@@ -475,6 +582,14 @@ def test_what_a_declared_setting_mends_does_not_stop_the_host_before_it_is_mende
     assert "cc: expected" in str(change) and "nvcc: expected" in str(change)
     late = gpu_spec(stages=["preflight", "runtime"])
     assert len(plan(late, state).of(p.PREFLIGHT)) == 1, "the system stage is not in this run"
+
+
+def test_a_setting_that_never_settles_excuses_no_other_must_before_a_start() -> None:
+    spec = gpu_spec(stages=["system", "service"])
+    state = settled_state(spec, server=STOPPED)
+    state = reading("sysctls", lambda d: d.update({"kernel.numa_balancing": "1"}))(BROKEN["gpu-mig"][0](state))
+    (change,) = plan(spec, state).of(p.SERVER)
+    assert change.blocked and "gpu-mig: expected MIG is off" in str(change) and "numa-balancing" not in str(change)
 
 
 def test_the_server_is_not_started_while_a_must_fails() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -329,7 +330,8 @@ def folder(edit: Callable[[dict[str, object]], None]) -> NodeState:
 )
 def test_a_model_folder_that_is_not_whole_stops_the_host(state: NodeState, problem: str) -> None:
     (change,) = plan(GPU, state).of(p.MODEL)
-    assert change.blocked and problem in str(change) and "set `model` in group_data" in str(change)
+    assert change.blocked and problem in str(change)
+    assert "set `model` in group_data" in str(change) or "or delete what is left of it" in str(change)
 
 
 def test_a_long_difference_is_summed_up() -> None:
@@ -337,3 +339,73 @@ def test_a_long_difference_is_summed_up() -> None:
     changes = plan(LAB, SETTLED.model_copy(update={"venv": venv})).of(p.SYNC)
     assert len(changes) == 9
     assert str(changes[-1]) == f"and {len(LAB.lock.versions) - 8} more distributions"
+
+
+# --- a model of the hub ------------------------------------------------------------
+
+HUB = gpu_spec(model={"kind": "hub", "path": "/models/m", "repo": "org/m", "revision": "a" * 40})
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def fetched(spec: NodeSpec = HUB, **changed: object) -> NodeState:
+    """A node whose model was fetched whole, with the server that runs on it."""
+    rows = {name: {"size": 5, "mtime_ns": 1, "inode": 1, "sha256": name[6:11] * 12} for name in SHARDS}
+    manifest = {"repo": "org/m", "revision": "a" * 40, "files": rows, "complete": True} | changed
+    state = settled_state(spec, model_manifest=manifest)
+    record = (state.server.record or {}) | {"runs_on": p.runs_on(spec, state)}
+    return state.model_copy(update={"server": state.server.model_copy(update={"record": record})})
+
+
+def test_a_fetched_model_is_settled() -> None:
+    assert plan(HUB, fetched()).changes == ()
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"revision": "b" * 40}, "/models/m: expected org/m at aaaaaaaaaaaa, found org/m at bbbbbbbbbbbb"),
+    ({"complete": False}, "/models/m: expected every file fetched and verified, found a fetch that was cut off"),
+    ({"files": {SHARDS[0]: {"size": 5, "mtime_ns": 2, "inode": 1}}}, "as it was verified, found written since"),
+    ({"files": {"a/b.json": {"size": 7, "mtime_ns": 2, "inode": 1}}}, "m/a/b.json: expected 7 bytes, found absent"),
+])  # fmt: skip
+def test_a_model_that_is_not_as_fetched(changed: dict[str, object], said: str) -> None:
+    (change,) = plan(HUB, fetched(**changed)).of(p.MODEL)
+    assert said in str(change) and not change.blocked
+
+
+def test_weights_of_one_length_but_another_commit_restart_the_server() -> None:
+    """After the fetch the files have the sizes they had; what tells them apart is the hub's hash."""
+    other = fetched()
+    assert other.model_manifest is not None
+    rows = {name: row | {"sha256": "f" * 64} for name, row in other.model_manifest["files"].items()}
+    after = other.model_copy(update={"model_manifest": other.model_manifest | {"files": rows}})
+    (change,) = plan(HUB, after).of(p.SERVER)
+    assert "because of what changed since it was started: model" in str(change)
+    assert p.server_actions(HUB, after) == ["stop", "start", "wait"]
+
+
+def test_a_shard_that_someone_wrote_anew_restarts_a_server_on_a_folder() -> None:
+    state = settled_state(GPU)
+    assert state.model is not None and plan(GPU, state).changes == ()
+    files = state.model.files | {SHARDS[0]: state.model.files[SHARDS[0]].model_copy(update={"mtime_ns": 2})}
+    after = state.model_copy(update={"model": state.model.model_copy(update={"files": files})})
+    assert [change.step for change in plan(GPU, after).changes] == [p.SERVER]
+
+
+def test_no_server_is_started_on_half_a_model() -> None:
+    spec = replace(HUB, data=HUB.data.model_copy(update={"stages": ["service"]}))
+    state = fetched(complete=False).model_copy(update={"server": STOPPED})
+    (change,) = plan(spec, state).of(p.SERVER)
+    assert change.blocked and "the model is not whole" in str(change) and "run the model stage too" in str(change)
+
+
+@pytest.mark.parametrize(("files", "shards", "said"), [
+    ([SHARDS[0]], None, "lacks 1 of 2 shards: model-00002-of-00002.safetensors"),
+    ([*SHARDS, "model.safetensors.index.json"], None, "index.json cannot be read, or names no shard"),
+    ([*SHARDS, "model.safetensors.index.json"], [], "index.json cannot be read, or names no shard"),
+    (["model.safetensors"], None, ""),
+    (SHARDS, None, ""),
+    (["sub/x.safetensors"], ["sub/x.safetensors"], ""),
+])  # fmt: skip
+def test_what_a_whole_folder_is(files: list[str], shards: list[str] | None, said: str) -> None:
+    state = folder(lambda m: m.update(files={name: seen_file(5).model_dump() for name in files}, shards=shards))
+    found = p.folder_problem(GPU, state)
+    assert (said in str(found)) if said else found is None

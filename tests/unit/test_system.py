@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -15,13 +16,13 @@ import pytest
 from gpuwright import plan as p
 from gpuwright import system
 from gpuwright.errors import InputErrors
-from gpuwright.node import script, set_host
+from gpuwright.node import NodeCommand, script, set_host
 from gpuwright.plan import plan
 from gpuwright.spec import NodeSpec
-from gpuwright.state import NodeState
+from gpuwright.state import NodeState, SeenFolder
 from gpuwright.system import Declared, SystemRows, declared, files, gaps, row_errors, stale, waiting
 from gpuwright.yamlfile import Origin
-from tests.machines import GIB, SLOTS, blackwell, readings
+from tests.machines import GIB, SLOTS, Recorded, blackwell, machine, readings
 from tests.make import ROOT, catalogue, empty_state, gpu_spec, lab_spec, seen, settled_state
 
 ROWS = catalogue().system
@@ -38,6 +39,7 @@ GOOD: dict[str, Any] = {
     "sysctls": {"kernel.numa_balancing": "0"},
     "kernel_files": {GOVERNOR: {"performance": 8}},
     "mounts": {"shm": {"size": 64 * GIB}},
+    "limits": {"nofile": [1024, 1048576], "memlock": [None, None], "nr_open": 1048576},
     "services": {"nvidia-persistenced.service": {"load": "loaded", "active": "active", "enabled": "enabled"}},
     "gpus": [{"slot": s, "power_min_w": 300, "power_max_w": 600, "power_limit_w": 450} for s in SLOTS],
     "module_options": {"nvidia_uvm.uvm_disable_hmm": "Y"},
@@ -73,7 +75,9 @@ def test_what_is_as_declared_is_no_gap() -> None:
      ["kernel.numa_balancing: 0, none BLOCKED this kernel has no such setting"]),
     (of(governor=True), {"kernel_files": {GOVERNOR: {"performance": 6, "powersave": 2}}}, [f"{GOVERNOR}: performance, powersave in 2 of 8"]),
     (of(governor=True), {"kernel_files": {GOVERNOR: {}}}, []),
-    (of(shared_memory=32), {}, ["/dev/shm: 32 GiB, 64 GiB"]),
+    (of(shared_memory=96), {}, ["/dev/shm: 96 GiB, 64 GiB"]),
+    (of(shared_memory=32), {}, []),
+    (of(open_files=2000000), {}, ["open files: 2000000, 1048576 at most BLOCKED fs.nr_open is 1048576, and a login whose limit is above it is refused"]),
     (of(persistence=True), {"services": {"nvidia-persistenced.service": {"load": "loaded", "active": "inactive", "enabled": "disabled"}}},
      ["nvidia-persistenced.service: enabled, active, disabled, inactive"]),
     (of(persistence=True), {"services": {}},
@@ -97,7 +101,8 @@ def test_what_could_not_be_observed_is_not_taken_for_set() -> None:
     ]
     for name, (reading, _) in system.KINDS.items():
         rows = tuple(e for e in (*EVERY, *of(hold_driver=True)) if e.kind == name)
-        assert rows and all(line.endswith("BLOCKED refused") for line in said(rows, {reading: "refused"})), name
+        lines = said(rows, {reading: "refused"})
+        assert lines and all(line.endswith("BLOCKED refused") for line in lines), name
 
 
 def test_a_module_option_waits_for_a_reboot_and_is_not_called_done() -> None:
@@ -105,6 +110,24 @@ def test_a_module_option_waits_for_a_reboot_and_is_not_called_done() -> None:
     assert said(of(uvm_no_hmm=True), **loaded) == [], "a deploy can do no more"
     assert waiting(of(uvm_no_hmm=True), loaded) == ["uvm-no-hmm: nvidia_uvm.uvm_disable_hmm is N, and Y after a reboot"]
     assert waiting(of(uvm_no_hmm=True), {"module_options": {"nvidia_uvm.uvm_disable_hmm": None}}) == []
+
+
+def test_what_else_is_not_done_yet_is_said() -> None:
+    session = {"limits": {"nofile": [1024, 4096], "memlock": [8388608, 8388608], "nr_open": 1048576}}
+    assert waiting(of(open_files=True, locked_memory=True), session) == [
+        "open-files: this session's nofile is 4096, and 1048576 in a new login (what supervisor runs: after its restart)",
+        "locked-memory: this session's memlock is 8388608, and unlimited in a new login (what supervisor runs: after its restart)",
+    ]
+    nowhere = {"packages": {"manager": "apt", "installed": {}, "available": []}}
+    assert waiting(of(cuda_toolkit=True), nowhere) == [
+        "cuda-toolkit: no repository that the node knows has cuda-toolkit-12-8"
+    ]
+
+
+def test_values_cannot_run_code_at_boot() -> None:
+    text = files(of(governor="x; rm -rf /"), "/opt/my root", "u")
+    assert "do if [ -e \"$file\" ]; then echo 'x; rm -rf /' >" in text["/opt/my root/run/boot_settings.sh"][0]
+    assert 'ExecStart=/bin/sh "/opt/my root/run/boot_settings.sh"' in text["/etc/systemd/system/u-settings.service"][0]
 
 
 def test_the_files_that_keep_them_over_a_reboot() -> None:
@@ -150,6 +173,10 @@ def test_what_is_no_longer_declared_is_put_back() -> None:
 # --- in the plan ----------------------------------------------------------------------------------------------------
 
 
+def request_of(command: NodeCommand) -> Any:
+    return json.loads(json.loads(command.stdin.split("REQUEST = json.loads(", 1)[1].split("\n", 1)[0][:-1]))
+
+
 def changes(spec: NodeSpec, state: NodeState) -> list[str]:
     return [str(change) for change in plan(spec, state).of(p.SETTINGS)]
 
@@ -157,6 +184,56 @@ def changes(spec: NodeSpec, state: NodeState) -> list[str]:
 def test_a_settled_node_has_nothing_to_set_and_a_lab_declares_nothing() -> None:
     spec = gpu_spec()
     assert changes(spec, settled_state(spec)) == [] and changes(lab_spec(), empty_state(lab_spec())) == []
+
+
+def test_one_that_cannot_be_made_does_not_keep_the_others_from_being_made() -> None:
+    spec = gpu_spec(system={"persistence": True, "numa-balancing": True})
+    state = seen(empty_state(spec, machine_readings=readings(blackwell(), spec)), "services", {})
+    assert [change.blocked for change in plan(spec, state).of(p.SETTINGS)].count(True) == 1
+    (command,) = set_host(spec, state)
+    assert [row["id"] for row in request_of(command)["apply"]] == ["numa-balancing"]
+    blocked = gpu_spec(system={"open-files": 2000000, "swappiness": True})
+    made = empty_state(blocked, machine_readings=readings(blackwell(), blocked))
+    assert [file["path"] for file in request_of(set_host(blocked, made)[0])["files"]] == [
+        "/etc/sysctl.d/90-sglang-server.conf"
+    ]
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"system_manifest": None}, "run/system.json cannot be read, and it says what was there before us"),
+    ({"folders": {f"{ROOT}/run": SeenFolder(mode=0o700, uid=1000)}}, "belongs to uid 1000, and what lies there would be run by root"),
+    ({"system_owners": {"/etc/sysctl.d/90-sglang-server.conf": ""}}, "/etc/sysctl.d/90-sglang-server.conf is not of gpuwright"),
+    ({"system_owners": {"/etc/sysctl.d/90-sglang-server.conf": "/srv/other"}}, "is of gpuwright's root /srv/other"),
+])  # fmt: skip
+def test_what_would_do_harm_stops_the_host(changed: dict[str, Any], said: str) -> None:
+    spec = gpu_spec(system={"swappiness": True})
+    found = plan(spec, settled_state(spec, **changed)).of(p.SETTINGS)
+    assert any(change.blocked and said in str(change) for change in found), found
+
+
+def test_a_disabled_boot_unit_is_found() -> None:
+    spec = gpu_spec(system={"shared-memory": 64})
+    state = settled_state(spec, systemd=True)
+    units = state.readings["services"] | {
+        spec.settings_unit: {"load": "loaded", "active": "inactive", "enabled": "disabled"}
+    }
+    assert changes(spec, seen(state, "services", units)) == [
+        "sglang-server-settings.service: expected enabled, found disabled"
+    ]
+    assert (
+        spec.settings_unit in spec.asked["services"]
+        and gpu_spec(system={}).settings_unit not in gpu_spec(system={}).asked["services"]
+    )
+
+
+def test_power_and_clocks_are_part_of_what_a_benchmark_is_of() -> None:
+    plain = gpu_spec(system={})
+    assert plain.spec_digest == gpu_spec(system={"numa": True}).spec_digest
+    digests = {
+        gpu_spec(system=system).spec_digest
+        for system in ({}, {"power-limit": 450}, {"power-limit": 300}, {"governor": True})
+    }
+    assert len(digests) == 4
 
 
 def test_a_fresh_node_is_set() -> None:
@@ -197,7 +274,7 @@ def test_the_request_of_the_node_script() -> None:
     spec = gpu_spec(system={"numa": True, "swappiness": 10, "hold-driver": True, "cuda-toolkit": True})
     made = empty_state(spec, machine_readings=readings(blackwell(), spec), systemd=True)
     (command,) = set_host(spec, made)
-    request = json.loads(json.loads(command.stdin.split("REQUEST = json.loads(", 1)[1].split("\n", 1)[0][:-1]))
+    request = request_of(command)
     assert request["manifest"] == f"{ROOT}/run/system.json" and request["unit"] == "sglang-server-settings.service"
     rows = {row["id"]: row for row in request["apply"]}
     assert rows["swappiness"] == {"id": "swappiness", "kind": "sysctl", "target": "sysctl:vm.swappiness", "value": "10"}
@@ -214,18 +291,22 @@ def test_the_request_of_the_node_script() -> None:
     ({"system": {"governer": True}}, 'system: there is no setting "governer"\n    did you mean "governor"?'),
     ({"system": {"power-limit": True}}, "power-limit: needs a value of your own"),
     ({"system": {"power-limit": "a lot"}}, "power-limit: should be a whole number above 0; found 'a lot'"),
+    ({"system": {"numa-balancing": False}}, "is False: what is not wanted is left out"),
+    ({"system": {"open-files": "unlimited"}}, "open-files: should be a whole number; found 'unlimited'"),
+    ({"system": {"uvm-no-hmm": 0}}, "uvm-no-hmm: a row of kind module_option has no value: set it to True; found 0"),
+    ({"model": {"kind": "hub", "path": "/m", "repo": "../b", "revision": "a" * 40}}, "model.repo: String should match"),
+    ({"model": {"kind": "hub", "path": "/m", "repo": "a/b", "revision": "a" * 40, "endpoint": "https://u:hf_abc@h"}}, "holds credentials"),
     ({"system": {"numa": 3}}, "numa: a row of kind packages has no value: set it to True; found 3"),
     ({"system": {"swappiness": "1\n2"}}, "swappiness: should be a text of one line"),
-    ({"system": {"governor": False}}, "governor"),
     ({"gpu": None}, "gpu: is missing"),
     ({"gpu": {"count": 8, "name": "x", "compute_capability": "9.0", "memory_gib": 80}}, "compute_capability is 9.0, and ladder glm5-nvfp4 is for 12.0"),
     ({"gpu": {"count": 4, "name": "x", "compute_capability": "12.0", "memory_gib": 80}}, "count is 4, and ladder glm5-nvfp4 needs 8 on each host"),
-    ({"gpu": {"count": 8, "name": "x", "compute_capability": "12.0", "memory_gib": 80, "slots": ["c1:00.0"]}}, "slots"),
+    ({"gpu": {"count": 8, "name": "x", "compute_capability": "12.0", "memory_gib": 80, "slots": ["c1:00.0"]}}, "gpu.slots[0]: String should match"),
+    ({"gpu": {"count": 8, "name": "x", "compute_capability": "12.0", "memory_gib": 80, "slots": SLOTS[:7]}}, "gpu: slots names 7, and count is 8"),
     ({"ignored_checks": {"gpu-mgi": "we know that"}}, 'there is no check "gpu-mgi"\n    did you mean "gpu-mig"?'),
     ({"ignored_checks": {"gpu-mig": " "}}, "is not a reason"),
     ({"unit": "sglang-settings"}, "ends in -settings"),
     ({"model": {"kind": "hub", "path": "/m", "repo": "a/b", "revision": "main"}}, "is not a commit, which has 40 hex digits"),
-    ({"model": {"kind": "hub", "path": "/m", "repo": "b", "revision": "a" * 40}}, "model.repo"),
     ({"model": {"kind": "hub", "path": "/m", "repo": "a/b", "revision": "a" * 40, "token": "hf_abc"}}, "is not env:NAME or file:PATH"),
 ])  # fmt: skip
 def test_bad_declarations_are_refused_by_name(data: dict[str, Any], said: str) -> None:
@@ -258,6 +339,7 @@ esac
 
 def settings(folder: Path, **request: Any) -> subprocess.CompletedProcess[str]:
     fixed = {
+        "root": str(folder),
         "manifest": str(folder / "system.json"),
         "apply": [],
         "revert": {},
@@ -321,3 +403,95 @@ def test_one_that_fails_does_not_keep_the_others_from_being_set(cards: Path) -> 
     gone = settings(cards, remove=[file["path"]])
     assert gone.returncode == 0 and not Path(file["path"]).exists()
     assert json.loads((cards / "system.json").read_text())["files"] == []
+
+
+def test_a_card_that_is_gone_does_not_keep_the_others_from_getting_theirs_back(cards: Path) -> None:
+    assert settings(cards, apply=[POWER]).returncode == 0
+    kept = json.loads((cards / "system.json").read_text())["settings"]
+    kept["power-limit"]["before"] = {"00000000:11:00.0": "600.00", **kept["power-limit"]["before"]}
+    done = settings(cards, revert=kept)
+    assert done.returncode == 0 and "the GPU in 00000000:11:00.0 is no more: nothing to put back" in done.stdout
+    assert [(cards / slot).read_text().strip() for slot in ("01", "21")] == ["600.00", "575.00"]
+
+
+def test_values_of_kernel_files_are_set_and_each_gets_its_own_back(tmp_path: Path) -> None:
+    """On files of our own, with the kernel's form of a choice; no machine of ours has a governor."""
+    for number, text in enumerate(("powersave", "[always] defer+madvise never", "performance")):
+        (tmp_path / f"cpu{number}").write_text(text + "\n")
+    row = {"id": "g", "kind": "kernel_file", "target": f"kernel_file:{tmp_path}/cpu*", "value": "performance"}
+    assert settings(tmp_path, apply=[row]).stdout == "g: performance\n"
+    assert {path.read_text() for path in tmp_path.glob("cpu*")} == {"performance"}
+    kept = json.loads((tmp_path / "system.json").read_text())["settings"]
+    assert list(kept["g"]["before"].values()) == ["powersave", "always", "performance"]
+    (tmp_path / "cpu1").unlink()
+    assert settings(tmp_path, revert=kept).returncode == 0
+    assert [(tmp_path / f"cpu{n}").read_text() for n in (0, 2)] == ["powersave", "performance"]
+
+
+def test_a_kernel_file_offers_words_with_signs() -> None:
+    assert machine.chosen(Recorded({"/sys/x": "always [defer+madvise] never\n"}, {}, {}), "/sys/x") == "defer+madvise"
+
+
+def test_what_was_there_before_is_not_lost_where_a_row_sets_something_else_by_now(tmp_path: Path) -> None:
+    """Its old target cannot be put back: then the new one is not made, for the record would take ours for theirs."""
+    (tmp_path / "new").write_text("theirs\n")
+    old = {"kind": "sysctl", "target": "sysctl:vm/swappiness/x", "before": "60", "value": "1"}
+    (tmp_path / "system.json").write_text(json.dumps({"settings": {"g": old}, "files": []}))
+    row = {"id": "g", "kind": "kernel_file", "target": f"kernel_file:{tmp_path}/new", "value": "ours"}
+    broken = old | {"kind": "power_limit"}
+    done = settings(tmp_path, revert={"g": broken}, apply=[row])
+    assert done.returncode == 1 and (tmp_path / "new").read_text() == "theirs\n"
+    assert json.loads((tmp_path / "system.json").read_text())["settings"]["g"] == old
+
+
+def test_a_damaged_record_of_one_setting_does_not_end_the_others(cards: Path) -> None:
+    done = settings(cards, revert={"x": {"kind": "power_limit", "target": "power_limit"}}, apply=[POWER])
+    assert done.returncode == 1 and "x: 'before'" in done.stdout and (cards / "01").read_text().strip() == "450.00"
+
+
+def test_a_file_that_is_somebody_else_s_by_now_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name, first in (("ours", f"# Written by gpuwright for {tmp_path / 'elsewhere'}: x"), ("theirs", "# by hand")):
+        (tmp_path / name).write_text(first + "\n")
+    done = settings(tmp_path / "elsewhere", remove=[str(tmp_path / "ours"), str(tmp_path / "theirs")])
+    assert "theirs is not ours any more: left as it is" in done.stdout and done.returncode == 0
+    assert not (tmp_path / "ours").exists() and (tmp_path / "theirs").exists()
+
+
+def test_a_run_that_is_killed_leaves_a_record_of_what_was_there(cards: Path) -> None:
+    """SIGKILL while the tool is at work: the next run puts back, or goes on."""
+    import time
+
+    tool = cards / "nvidia-smi"
+    whole = tool.read_text()
+    tool.write_text(
+        whole.replace(
+            "--power-limit=*)", f"--power-limit=*) echo 450.00 > {cards}/01; touch {cards}/begun; exec sleep 30;"
+        )
+    )
+    fixed = {
+        "root": str(cards),
+        "manifest": str(cards / "system.json"),
+        "revert": {},
+        "files": [],
+        "remove": [],
+        "unit": None,
+    }
+    env = os.environ | {"PATH": f"{cards}:{os.environ['PATH']}"}
+    running = subprocess.Popen(
+        [sys.executable, "-I", "-u", "-"], stdin=subprocess.PIPE, env=env, text=True, start_new_session=True
+    )
+    assert running.stdin
+    running.stdin.write(script("settings", fixed | {"apply": [POWER]}))
+    running.stdin.close()
+    deadline = time.monotonic() + 30
+    while not (cards / "begun").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    tool.write_text(whole)
+    kept = json.loads((cards / "system.json").read_text())["settings"]
+    assert settings(cards, apply=[POWER]).returncode == 0 and (cards / "21").read_text().strip() == "450.00"
+    assert settings(cards, revert=kept).returncode == 0
+    assert [(cards / slot).read_text().strip() for slot in ("01", "21")] == ["600.00", "575.00"]
