@@ -449,9 +449,8 @@ def stop_text(findings: Iterable[Finding]) -> str:
 
 
 def as_json(host: str, examination: Examination, problems: Mapping[str, str]) -> dict[str, Any]:
-    """The examination as JSON: {"version", "host", "passes", "summary", "findings", "unobserved"}."""
+    """The examination as JSON: {"host", "passes", "summary", "findings", "unobserved"}."""
     return {
-        "version": 1,
         "host": host,
         "passes": examination.passes,
         "summary": examination.summary,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import click
 from pyinfra import host, logger, state  # type: ignore[attr-defined]
 
 from gpuwright import checks
@@ -14,6 +17,7 @@ from gpuwright.spec import NodeSpec
 from operations.stage import desired_state, observed
 
 _verdicts: dict[str, int] = {}
+_answers: list[dict[str, Any]] = []
 
 
 def visit() -> None:
@@ -28,6 +32,9 @@ def visit() -> None:
             unreached = [each.name for each in state.failed_hosts]
             for name in unreached:
                 logger.error(f"    {name} could not be examined")
+            if click.get_current_context().params.get("json_output"):
+                answers = sorted(_answers, key=lambda answer: str(answer["host"]))
+                print(json.dumps({"version": 1, "hosts": answers, "unreached": unreached}, indent=1))
             sys.exit(1 if unreached else max(_verdicts.values(), default=1))
 
 
@@ -36,6 +43,7 @@ def _examine(spec: NodeSpec) -> int:
     if found is None:
         return 1
     result = examine_node(spec, found)
+    _answers.append(checks.as_json(host.name, result, found.problems))
     for line in checks.lines(result):
         host.log(f"  {line}", logger.info)
     host.log(f"  {'passes' if result.passes else 'does not pass'}: {result.summary}", logger.info)

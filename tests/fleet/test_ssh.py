@@ -127,6 +127,15 @@ def test_the_doctor_takes_one_command_changes_nothing_and_asks_no_question(node:
     assert judged.returncode == 0 and "127.0.0.1.json: passes: " in judged.stdout
 
 
+def test_the_doctor_prints_json(node: Node) -> None:
+    done = doctor(node, "--json", "--data", "min_memory_gib=99999")
+    assert done.returncode == 2
+    answer = json.loads(done.stdout)
+    (host,) = answer["hosts"]
+    assert (host["host"], host["passes"], answer["unreached"]) == ("127.0.0.1", False, [])
+    assert next(each["id"] for each in host["findings"] if each["status"] == "failed") == "memory"
+
+
 def test_the_doctor_s_exit_code_is_2_where_a_must_does_not_hold(node: Node) -> None:
     done = doctor(node, "--data", "min_memory_gib=99999")
     assert done.returncode == 2

@@ -237,7 +237,7 @@ def test_a_file_that_came_wrong_once_is_fetched_once_more(fetcher: Fetcher) -> N
 @pytest.mark.parametrize(("name", "kind"), [(LARGE, "sha256"), ("config.json", "blob")])
 def test_a_file_that_comes_wrong_always_is_named_and_does_not_stay(fetcher: Fetcher, name: str, kind: str) -> None:
     fetcher.hub.faults[name] = Fault("corrupt", times=EVER)
-    said = fetcher.run(expected=1).splitlines()[-1]
+    said = fetcher.run(expected=1)
     wrong = FILES[name][:-1] + bytes([FILES[name][-1] ^ 1])
     expected, found = [
         hashlib.sha256(data).hexdigest() if kind == "sha256" else hubs.blob_id(data) for data in (FILES[name], wrong)
@@ -274,11 +274,12 @@ def test_two_at_once_do_not_write_one_file(fetcher: Fetcher) -> None:
     fetcher.hub.faults[LARGE] = Fault("hold", after=HALF)
     first = fetcher.start()
     assert fetcher.hub.held.wait(30)
-    second = fetcher.start()
-    assert second.stdout
-    assert second.stdout.readline() == f"another process is fetching into {fetcher.model}: waiting for it to end\n"
-    fetcher.kill_when_held(first)
-    assert "all 7 files are verified" in second.communicate(timeout=60)[0] and second.returncode == 0
+    with fetcher.start() as second:
+        assert second.stdout
+        assert second.stdout.readline() == f"another process is fetching into {fetcher.model}: waiting for it to end\n"
+        fetcher.kill_when_held(first)
+        assert "all 7 files are verified" in second.stdout.read()
+    assert second.returncode == 0
     assert fetcher.found() == FILES and not fetcher.unfinished()
 
 

@@ -248,8 +248,8 @@ def test_fetch_a_model_of_the_hub(collect: Collect, monkeypatch: pytest.MonkeyPa
     request = json.loads(json.loads(command.stdin.partition("REQUEST = json.loads(")[2].partition(")\n")[0]))
     assert command.stdin == node.script("fetch_model", request)
     assert request == {
-        "path": "/models/m", "repo": "org/m", "revision": "a" * 40, "endpoint": None, "token": "hf_secret", "system_certs": True,
-        "manifest": f"{ROOT}/run/model.json",
+        "path": "/models/m", "repo": "org/m", "revision": "a" * 40, "endpoint": None, "token": "hf_secret",
+        "system_certs": True, "manifest": f"{ROOT}/run/model.json",
     }  # fmt: skip
     other = lab_spec(model=wanted | {"token": None})
     assert spec.spec_digest == other.spec_digest, "who asks for a model does not change what is served"
