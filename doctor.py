@@ -1,7 +1,7 @@
 """Say whether a node can do the job, and what to do where it cannot: pyinfra inventory/gpu.py doctor.py [--limit …]
 
 Changes nothing. Exit code 0: every `must` holds; 2: one does not, or cannot be observed; 1: a host could not be asked.
---json prints the verdicts as JSON; --data save_observation=FOLDER keeps what was seen, for `python -m gpuwright doctor`.
+--json prints the verdicts; --data save_observation=FOLDER keeps what was seen, for `python -m gpuwright doctor`.
 """
 
 from pyinfra import config

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 from pyinfra import host, logger, state  # type: ignore[attr-defined]
 
 from gpuwright import checks
@@ -32,7 +31,7 @@ def visit() -> None:
             unreached = [each.name for each in state.failed_hosts]
             for name in unreached:
                 logger.error(f"    {name} could not be examined")
-            if click.get_current_context().params.get("json_output"):
+            if "--json" in sys.argv:  # pyinfra's own option; click's context does not reach into a host's greenlet
                 answers = sorted(_answers, key=lambda answer: str(answer["host"]))
                 print(json.dumps({"version": 1, "hosts": answers, "unreached": unreached}, indent=1))
             sys.exit(1 if unreached else max(_verdicts.values(), default=1))

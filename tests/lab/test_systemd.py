@@ -62,7 +62,7 @@ def node(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     machine.prepare()
     machine.boot()
     inventory = tmp_path_factory.mktemp("inventory") / "lab.py"
-    data = machine.data() | {"supervisor": "auto", "unit": UNIT}
+    data = machine.data() | {"supervisor": "auto", "unit": UNIT, "system": {"shared-memory": 1}}
     inventory.write_text(f"lab = [('127.0.0.1', {data!r})]\n")
     yield Node(lab, machine, inventory)
     machine.end()
@@ -71,7 +71,8 @@ def node(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 def test_where_pid_1_is_systemd_a_unit_keeps_the_server(node: Node) -> None:
     run = ok(node.deploy())
-    assert run.changed[:2] == [p.CONFIGURE, p.SERVER]
+    assert run.changed[:3] == [p.SETTINGS, p.CONFIGURE, p.SERVER]
+    assert node.machine.run(f"systemctl is-enabled {UNIT}-settings") == "enabled", "a unit beside the server's"
     assert f"/etc/systemd/system/{UNIT}.service: expected sha256" in run.said
     record = node.lab.record()
     assert record["manager"] == "systemd" and record["ready_at"] and healthy(node.lab)

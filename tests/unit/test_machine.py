@@ -120,6 +120,17 @@ def test_the_doctor_on_a_real_machine(folder: str, count: int) -> None:
     assert examine_node(h200(count + 1), state).passes is False
 
 
+def test_a_nvidia_smi_that_hangs_on_a_real_machine() -> None:
+    """Observed with a nvidia-smi that sleeps in front of the real one: what it tells is unknown, all else is known."""
+    state = read_observation((H200.parent / "h200-hung" / "observation.json").read_text())
+    found = examine_node(h200(1), state)
+    unknown = {f.check.id: f.found for f in found.findings if f.status == "unknown"}
+    assert {"gpu-count", "gpu-ecc-errors", "gpu-mig"} <= set(unknown) and not found.passes
+    assert unknown["gpu-count"].endswith("did not answer within 20 s")
+    known = {f.check.id for f in found.findings if f.status == "ok"}
+    assert {"driver-loaded", "driver-library-match", "xid-fatal", "memory", "free-disk"} <= known
+
+
 # --- written after real formats -------------------------------------------------------------------------------------
 
 
