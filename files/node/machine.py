@@ -418,9 +418,8 @@ def libraries(source, asked):
 
 
 XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)(.*)")
-NO_ANSWER = re.compile(
-    r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]+)[^[]*(?:\n[^\n]*){1,2}?fallen off the bus and is not responding"
-)
+# Said over three lines, before the driver has taken the card.
+NO_ANSWER = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]+)[^\n]*(?:\n[^\n]*){0,2}?fallen off the bus and is not")
 FALLEN = re.compile(r"NVRM: .*?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}).*fallen off the bus")
 # A card's own are BAR 0 to 5: older kernels number its ROM, its virtual functions and a bridge's windows from 6 on.
 BAR = re.compile(r"pci (\S+): (BAR [0-5])\b.*?(no space|failed to assign|: assigned)")
