@@ -67,6 +67,7 @@ def filled(message: str, facts: Mapping[str, Any]) -> str:
         return message
 
 
+@cache
 def _tree(text: str, message: bool) -> nodes.Template:
     return _environment().parse(text if message else "{{ " + text + " }}")
 
