@@ -294,7 +294,7 @@ def check_errors(checks: Checks, origin: Origin, system: Iterable[str]) -> list[
         for key in ("applies", "require", "expected", "found", "remedy"):
             message = key not in ("applies", "require")
             text = getattr(check, key)
-            found = expressions.problems(origin, (*loc, key), text, names, message=message)[0]
+            found = expressions.problems(origin, (*loc, key), text, names, message=message, strict=True)[0]
             errors += found
             for owner, fields in (("want", WANT), ("node", NODE)) if not found else ():
                 for field in expressions.fields_of(text, owner, message=message) - set(fields):

@@ -38,7 +38,7 @@ def _strict() -> jinja2.Environment:
 
 
 @cache
-def _compiled(expression: str, strict: bool = False) -> Callable[..., Any]:
+def _compiled(expression: str, strict: bool) -> Callable[..., Any]:
     environment = _strict() if strict else _environment()
     return environment.compile_expression(expression, undefined_to_none=not strict)
 
@@ -85,13 +85,16 @@ def fields_of(text: str, name: str, *, message: bool = False) -> set[str]:
 
 
 def problems(
-    origin: Origin, loc: Loc, text: str, names: Collection[str], *, message: bool = False
+    origin: Origin, loc: Loc, text: str, names: Collection[str], *, message: bool = False, strict: bool = False
 ) -> tuple[list[InputError], jinja2.nodes.Template | None]:
-    """What is wrong with an expression (or a `message` with expressions in it), and its syntax tree if it has one."""
+    """What is wrong with an expression (or a `message` with expressions in it), and its syntax tree if it has one.
+
+    `strict`: as it will be judged by `holds`, so that it is compiled once.
+    """
     try:
         tree = _tree(text, message)
         if not message:
-            _compiled(text)
+            _compiled(text, strict)
     except jinja2.TemplateSyntaxError as error:
         return [origin.error(loc, f"is not an expression: {error.message}")], None
     unknown = sorted(meta.find_undeclared_variables(tree) - set(names))

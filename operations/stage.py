@@ -21,7 +21,7 @@ from gpuwright.catalogue import load_catalogue
 from gpuwright.errors import GpuwrightError, InputError, InputErrors
 from gpuwright.hostdata import Sources
 from gpuwright.node import NodeCommand, observe
-from gpuwright.plan import Change, plan
+from gpuwright.plan import Change, Plan, plan
 from gpuwright.preflight import shell_failure
 from gpuwright.spec import Member, NodeSpec, build_spec
 from gpuwright.state import NodeState
@@ -29,6 +29,7 @@ from operations.stop_run import StopRun
 
 _specs: dict[str, NodeSpec] = {}
 _observations: dict[str, tuple[bool, NodeState]] = {}
+_plans: dict[str, tuple[NodeSpec, NodeState, Plan]] = {}
 
 
 def desired_state(*, serving: bool = True) -> NodeSpec:
@@ -120,6 +121,14 @@ def observed(spec: NodeSpec) -> NodeState | None:
     return kept[1]
 
 
+def _planned(spec: NodeSpec, found: NodeState) -> Plan:
+    """The plan of one observation, made once: each of a deploy's operations asks for its own step of it."""
+    kept = _plans.get(host.name)
+    if kept is None or kept[0] is not spec or kept[1] is not found:
+        kept = _plans[host.name] = (spec, found, plan(spec, found))
+    return kept[2]
+
+
 def observe_peer(spec: NodeSpec) -> NodeState | None:
     """The state of another host of the run, read now; None when it does not answer."""
     command = observe(spec)
@@ -154,7 +163,7 @@ def converge(
     if found is None:
         yield StringCommand(shell_failure("the host could not be observed: see the message above"))
         return
-    changes = [*plan(spec, found).of(step), *also]
+    changes = [*_planned(spec, found).of(step), *also]
     if not changes:
         host.noop(settled)
         return
