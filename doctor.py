@@ -10,4 +10,4 @@ from operations import doctor
 
 config.REQUIRE_PYINFRA_VERSION = "==3.10.0"
 
-doctor.visit()
+doctor.visit_host()

@@ -7,4 +7,4 @@ from operations.stage import desired_state
 
 config.REQUIRE_PYINFRA_VERSION = "==3.10.0"
 
-service.stop(name="service | stop the server", spec=desired_state(serving=False))
+service.stop(name="service | stop the server", spec=desired_state(serving=False, secrets=False))

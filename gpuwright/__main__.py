@@ -8,11 +8,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NoReturn
 
 from gpuwright import REPOSITORY, checks, compare, diagnose, evidence, series, tiers
 from gpuwright.acceptance import judge_file
 from gpuwright.catalogue import Stack, flags_path, load_catalogue
+from gpuwright.cli import Parser
 from gpuwright.errors import GpuwrightError, nearest
 from gpuwright.flags import dump_flags, read_flags
 from gpuwright.lockfile import LOCKS, TOOLS_LOCK, compile_lock, lock_path
@@ -20,14 +20,6 @@ from gpuwright.plan import examine_node
 from gpuwright.record import RESULTS, SCHEMA, Record, folder_name, read_record, read_records, schema
 from gpuwright.state import read_observation
 from gpuwright.yamlfile import load_yaml, shown
-
-
-class Parser(argparse.ArgumentParser):
-    """One that ends with exit code 1 on wrong usage: 2 is a verdict here."""
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(1, f"{self.prog}: error: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

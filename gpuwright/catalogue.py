@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gpuwright import REPOSITORY
 from gpuwright.acceptance import Acceptance, acceptance_errors
@@ -65,7 +65,11 @@ class Toolchain(Row):
 
 
 class Stack(Row):
-    """A set of distributions that work together: what goes in, and what must be true afterwards."""
+    """A set of distributions that work together: what goes in, and what must be true afterwards.
+
+    `sources_only`: the requirements come without what they need themselves. Nothing of it can be imported, so nothing
+    is proved by running it, and nothing is served.
+    """
 
     name: Slug
     about: str
@@ -77,7 +81,14 @@ class Stack(Row):
     requirements: list[RequirementText] = Field(min_length=1)
     overrides: list[Override] = []
     must_be_true: list[Truth] = []
+    sources_only: bool = False
     toolchain: Toolchain
+
+    @model_validator(mode="after")
+    def _nothing_runs(self) -> Stack:
+        if self.sources_only and (self.must_be_true or self.overrides):
+            raise ValueError("has sources alone: nothing can be proved by running it, and nothing needs an override")
+        return self
 
 
 class Assumption(Row):

@@ -193,6 +193,8 @@ class HostData(Row):
     cluster_address: str | None = None
     secrets: dict[SecretName, SecretSource] = {}
     allow_blocked: bool = False
+    serve: bool = True
+    observe_timeout_s: int = Field(default=600, ge=5)
     ready_timeout_s: int = Field(ge=10)
     min_memory_gib: float = Field(ge=0)
     min_free_disk_gib: float = Field(ge=0)

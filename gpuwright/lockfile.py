@@ -61,6 +61,7 @@ def inputs_digest(stack: Stack, python: str) -> str:
         "platform": stack.platform,
         "published_before": stack.published_before,
         "python": python,
+        **({"sources_only": True} if stack.sources_only else {}),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
@@ -78,6 +79,7 @@ def compile_lock(uv: Path, stack: Stack, python: str, workdir: Path) -> str:
         str(uv), "pip", "compile", "--quiet", str(requirements), "--override", str(overrides),
         "--python-version", python, "--python-platform", stack.platform, "--exclude-newer", stack.published_before,
         "--generate-hashes", "--only-binary", ":all:", "--no-header", "--no-annotate", "--no-python-downloads",
+        *(["--no-deps"] if stack.sources_only else []),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

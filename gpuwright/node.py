@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +39,7 @@ class NodeCommand:
 
 
 def script(name: str, request: dict[str, Any]) -> str:
-    """The text of a node script with its request set in front, for `python3 -I -u -`."""
+    """The text of a node script with its request set in front, for `python3 -IBu -`."""
     files = ("common.py", *PARTS.get(name, ()), f"{name}.py")
     parts = [(NODE_SCRIPTS / file).read_text(encoding="utf-8") for file in files]
     head = f"import json\nREQUEST = json.loads({json.dumps(json.dumps(request))})\n"
@@ -63,11 +65,15 @@ def run_script(
     return NodeCommand(locked(spec, line) if spec else line, script(name, request), streamed)
 
 
-PYTHON = "python3 -I -u -"
+NO_PYTHON = "there is no python3 on this host, by which everything is observed and done: install it (3.9 or later)"
+_WITH_PYTHON = f"command -v python3 >/dev/null 2>&1 || {{ echo '{NO_PYTHON}' >&2; exit 1; }};"
+PYTHON = "python3 -IBu -"  # -B: not even compiled modules of the standard library are left behind
 
 
-def observe(spec: NodeSpec) -> NodeCommand:
-    """One reading of everything the plan needs."""
+def observe(spec: NodeSpec, *, remember: bool = True) -> NodeCommand:
+    """One reading of everything the plan needs. Without `remember` nothing is written on the node, not even what a deep
+    reading would keep for the next.
+    """
     files: list[NodeFile] = [*spec.scripts, *spec.service_files]
     if spec.cuda_stub_source:
         files.append(spec.cuda_stub_source)
@@ -95,10 +101,18 @@ def observe(spec: NodeSpec) -> NodeCommand:
         "manifest": spec.paths.manifest,
         "originals": spec.paths.originals,
         "deep": spec.data.integrity == "deep",
+        "remember": remember,
+        "run": {
+            "module": "sglang.launch_server",
+            "argv": [word for line in spec.arguments(spec.tier) for word in shlex.split(line)],
+            "env": spec.environment(spec.tier),
+            "names": ["GPUWRIGHT_SCRIPT", "GPUWRIGHT_SUPERVISED", *spec.data.secrets],
+        },
         "machine": spec.asked,
         "system_files": [file.path for file in spec.system_files if not file.path.startswith(spec.paths.root + "/")],
     }
-    return run_script("observe", request)
+    command = run_script("observe", request)
+    return NodeCommand(f"{_WITH_PYTHON} {command.line}", command.stdin)
 
 
 def make_folders(spec: NodeSpec) -> list[NodeCommand]:
@@ -340,11 +354,15 @@ def prune_caches(spec: NodeSpec, names: list[str]) -> list[NodeCommand]:
     return [NodeCommand(locked(spec, f"rm -rf -- {folders}"))]
 
 
-def record_state(spec: NodeSpec, revision: str, at: str) -> list[NodeCommand]:
-    """Write state.json: what was deployed, when, from which revision of this repository."""
+def record_state(spec: NodeSpec, found: NodeState, revision: str, at: str) -> list[NodeCommand]:
+    """Write state.json: what was deployed, when, from which revision of this repository; before it, what each stage of
+    this run declared, thing by thing, which root alone may read.
+    """
+    deployed = {**(found.deployed or {}), **{s: d for s, d in spec.declared.items() if s in spec.data.stages}}
     state = {"spec_digest": spec.spec_digest, "runtime_digest": spec.runtime_digest, "tier": spec.tier.name}
     text = json.dumps({**state, "patch_set_digest": spec.patch_set_digest, "revision": revision, "at": at}, indent=1)
-    return [write_files(spec, [NodeFile(f"{spec.paths.root}/state.json", text + "\n")])]
+    kept = NodeFile(spec.paths.deployed, json.dumps(deployed, indent=1, sort_keys=True) + "\n", 0o600)
+    return [write_files(spec, [kept, NodeFile(f"{spec.paths.root}/state.json", text + "\n")])]
 
 
 def benchmark(spec: NodeSpec, run_id: str, runs_on: dict[str, str]) -> NodeCommand:
@@ -388,11 +406,16 @@ def benchmark(spec: NodeSpec, run_id: str, runs_on: dict[str, str]) -> NodeComma
     return run_script("bench", request, spec=spec, streamed=True, python=python)
 
 
-def read_results(spec: NodeSpec, names: list[str]) -> NodeCommand:
-    """Fetch records by name, as one JSON: {name: text}."""
-    return run_script("read_files", {"folder": spec.paths.results, "names": names})
+def read_files(paths: list[str]) -> NodeCommand:
+    """Fetch text files, as one JSON: {path: text}."""
+    return run_script("read_files", {"paths": paths})
 
 
-def read_summary(spec: NodeSpec, run_id: str) -> NodeCommand:
-    """Fetch what `benchmark` left, as one JSON: {"summary.json": text}."""
-    return run_script("read_files", {"folder": f"{spec.paths.results}/raw/{run_id}", "names": ["summary.json"]})
+def result_paths(spec: NodeSpec, names: Iterable[str]) -> list[str]:
+    """Where records lie on the node, by their files' names."""
+    return [f"{spec.paths.results}/{posixpath.basename(name)}" for name in names]
+
+
+def summary_path(spec: NodeSpec, run_id: str) -> str:
+    """Where `benchmark` left its summary."""
+    return f"{spec.paths.results}/raw/{run_id}/summary.json"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
@@ -12,7 +12,7 @@ from gpuwright.checks import Examination, stop_text
 from gpuwright.hostdata import FolderModel, HubModel, TinyModel
 from gpuwright.patches import Action, Decision, FileState, decide, patched_files
 from gpuwright.preflight import before_install, examination, without
-from gpuwright.spec import NodeFile, NodeSpec, digest
+from gpuwright.spec import NodeFile, NodeSpec, digest, file_value, mode_text
 from gpuwright.state import NodeState
 from gpuwright.system import Declared, files, gaps, stale
 
@@ -40,13 +40,23 @@ GATE = "smoke | hold it against another tier"
 
 @dataclass(frozen=True)
 class Change:
-    """One difference. A `blocked` one cannot be mended by deploying: it stops the host, and `what` says why."""
+    """One difference. A `blocked` one cannot be mended by deploying: it stops the host, and `what` says why. Of an
+    `unknown` one it could not be observed whether it is one.
+
+    One that `follows` is no difference yet: it will be one, once the changes before it are made. `keys` names what of
+    NodeSpec.declared it is about, and `holds` what the node has of it in the same notation ("": nothing), where that
+    can be told: by them gpuwright.drift tells who has moved, the node or the repository.
+    """
 
     step: str
     what: str
     expected: str = ""
     found: str = ""
     blocked: bool = False
+    unknown: bool = False
+    follows: bool = False
+    keys: tuple[str, ...] = ()
+    holds: str | None = None
 
     def __str__(self) -> str:
         if not self.expected:
@@ -89,6 +99,9 @@ def _has(changes: list[Change], *steps: str) -> bool:
 
 
 def _preflight(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    if state.unreadable:
+        what = f"{_few(state.unreadable)} cannot be read by uid {state.uid}"
+        yield Change(PREFLIGHT, f"{what}\n    -> run as its owner, or with _sudo", blocked=True, unknown=True)
     stopping = before_install(spec, examine_node(spec, state))
     if stopping:
         yield Change(PREFLIGHT, stop_text(stopping), blocked=True)
@@ -108,14 +121,16 @@ def examine_node(spec: NodeSpec, state: NodeState) -> Examination:
 def _folders(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     absent = [path for path in spec.paths.folders if state.folders.get(path) is None]
     if spec.paths.root in absent:
-        yield Change(FOLDERS, f"{spec.paths.root} and {len(absent) - 1} folders in it", "there", "absent")
+        keys = tuple(f"folder {path}" for path in absent)
+        what = f"{spec.paths.root} and {len(absent) - 1} folders in it"
+        yield Change(FOLDERS, what, "there", "absent", keys=keys, holds="")
         return
     for path, mode in spec.paths.folders.items():
         seen = state.folders.get(path)
-        if seen is None:
-            yield Change(FOLDERS, path, f"mode {mode:04o}", "absent")
-        elif seen.mode != mode:
-            yield Change(FOLDERS, path, f"mode {mode:04o}", f"mode {seen.mode:04o}")
+        found = f"mode {mode_text(seen.mode)}" if seen else "absent"
+        if seen is None or seen.mode != mode:
+            holds = mode_text(seen.mode) if seen else ""
+            yield Change(FOLDERS, path, f"mode {mode_text(mode)}", found, keys=(f"folder {path}",), holds=holds)
 
 
 def _settings(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
@@ -127,9 +142,11 @@ def _settings(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterabl
     for gap in gaps(spec.system, state.readings, state.problems):
         if gap.blocked:
             remedy = f"make it so by hand, or take {gap.id} out of `system` in group_data"
-            yield Change(SETTINGS, f"{gap.id}: {gap.what}: {gap.blocked}\n    -> {remedy}", blocked=True)
+            what = f"{gap.id}: {gap.what}: {gap.blocked}\n    -> {remedy}"
+            keys = (f"setting {gap.id}",)
+            yield Change(SETTINGS, what, blocked=True, unknown=gap.unknown, keys=keys)
         else:
-            yield Change(SETTINGS, f"{gap.id}: {gap.what}", gap.expected, gap.found)
+            yield Change(SETTINGS, f"{gap.id}: {gap.what}", gap.expected, gap.found, keys=(f"setting {gap.id}",))
     for path, owner in foreign_files(spec, state).items():
         whose = f"of gpuwright's root {owner}" if owner else "not of gpuwright"
         yield Change(SETTINGS, f"{path} is {whose}\n    -> move it away, or set another `unit`", blocked=True)
@@ -140,11 +157,14 @@ def _settings(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterabl
     kept = (state.system_manifest or {}).get("settings", {})
     for each in spec.system:
         if each.id not in kept and each.id not in old:
-            yield Change(SETTINGS, f"{each.id}: on record, with what was there before", "yes", "no")
+            what = f"{each.id}: on record, with what was there before"
+            yield Change(SETTINGS, what, "yes", "no", keys=(f"setting {each.id}",))
     for name, entry in old.items():
-        yield Change(SETTINGS, f"{name}: {entry['target']}", "as it was before", f"{entry.get('value') or 'set'} by us")
+        found = f"{entry.get('value') or 'set'} by us"
+        yield Change(SETTINGS, f"{name}: {entry['target']}", "as it was before", found, keys=(f"setting {name}",))
     for path in stale_files(spec, state):
-        yield Change(SETTINGS, path, "absent", "a file of settings that are no longer declared")
+        found = "a file of settings that are no longer declared"
+        yield Change(SETTINGS, path, "absent", found, keys=(f"file {path}",))
 
 
 def settings_problem(spec: NodeSpec, state: NodeState) -> str | None:
@@ -198,31 +218,35 @@ def stale_files(spec: NodeSpec, state: NodeState) -> list[str]:
 
 
 def _tools(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    keys = tuple(f"tool {name}" for name in spec.tools_lock.versions)
     if state.tools is None:
-        yield Change(TOOLS, spec.paths.tools, "uv and supervisor", "absent")
+        yield Change(TOOLS, spec.paths.tools, "uv and supervisor", "absent", keys=keys, holds="")
         return
-    for name, version in spec.tools_lock.versions.items():
+    for (name, version), key in zip(spec.tools_lock.versions.items(), keys, strict=True):
         seen = state.tools.distributions.get(name)
         if seen is None or not same_version(seen, version):
-            yield Change(TOOLS, name, version, seen or "absent")
+            yield Change(TOOLS, name, version, seen or "absent", keys=(key,), holds=seen or "")
         elif name in state.tools.damaged:
-            yield Change(TOOLS, name, f"{version}, whole", state.tools.damaged[name])
+            yield Change(TOOLS, name, f"{version}, whole", state.tools.damaged[name], keys=(key,))
 
 
 def _venv(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     if state.venv is None:
-        yield Change(VENV, spec.paths.venv, f"a venv of Python {spec.data.python}", "absent")
-    elif ".".join(state.venv.python.split(".")[:2]) != spec.data.python:
-        yield Change(VENV, spec.paths.venv, f"Python {spec.data.python}", f"Python {state.venv.python}")
+        wanted = f"a venv of Python {spec.data.python}"
+        yield Change(VENV, spec.paths.venv, wanted, "absent", keys=("venv",), holds="")
+    elif (found := ".".join(state.venv.python.split(".")[:2])) != spec.data.python:
+        wanted, seen = f"Python {spec.data.python}", f"Python {state.venv.python}"
+        yield Change(VENV, spec.paths.venv, wanted, seen, keys=("venv",), holds=found)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One distribution that is not as the lock says."""
+    """One distribution that is not as the lock says. `version`: what is installed of it ("": nothing)."""
 
     name: str
     expected: str
     found: str
+    version: str
 
 
 def _differences(spec: NodeSpec, state: NodeState) -> list[Difference]:
@@ -232,28 +256,27 @@ def _differences(spec: NodeSpec, state: NodeState) -> list[Difference]:
     found = []
     for name, version in spec.lock.versions.items():
         if name not in seen:
-            found.append(Difference(name, version, "absent"))
+            found.append(Difference(name, version, "absent", ""))
         elif not same_version(seen[name], version):
-            found.append(Difference(name, version, seen[name]))
+            found.append(Difference(name, version, seen[name], seen[name]))
         elif name in damaged:
-            found.append(Difference(name, f"{version}, whole", damaged[name]))
-    found += [Difference(name, "absent", seen[name]) for name in seen if name not in spec.lock.versions]
+            found.append(Difference(name, f"{version}, whole", damaged[name], seen[name]))
+    found += [Difference(name, "absent", seen[name], seen[name]) for name in seen if name not in spec.lock.versions]
     return found
 
 
 def _sync(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     if _has(before, VENV):
-        yield Change(SYNC, f"{len(spec.lock.versions)} distributions to install from the lock")
+        yield Change(SYNC, f"{len(spec.lock.versions)} distributions to install from the lock", follows=True)
         return
     differences = _differences(spec, state)
-    shown = 8
-    for difference in differences[:shown]:
-        yield Change(SYNC, difference.name, difference.expected, difference.found)
-    if len(differences) > shown:
-        yield Change(SYNC, f"and {len(differences) - shown} more distributions")
-    lock = state.files.get(spec.paths.lock_copy)
+    for each in differences:
+        keys = (f"distribution {each.name}",)
+        yield Change(SYNC, each.name, each.expected, each.found, keys=keys, holds=each.version)
+    lock, keys = state.files.get(spec.paths.lock_copy), (f"file {spec.paths.lock_copy}",)
     if not differences and (lock is None or lock.sha256 != spec.lock.sha256):
-        yield Change(SYNC, "the lock on the node", spec.lock.sha256[:12], lock.sha256[:12] if lock else "absent")
+        found, holds = (lock.sha256[:12], lock.sha256[:16]) if lock else ("absent", "")
+        yield Change(SYNC, "the lock on the node", spec.lock.sha256[:12], found, keys=keys, holds=holds)
 
 
 def damaged_distributions(spec: NodeSpec, state: NodeState) -> list[str]:
@@ -266,7 +289,7 @@ def _stub(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Ch
     if source is None:
         return
     if state.files.get(spec.paths.cuda_stub) is None:
-        yield Change(STUB, spec.paths.cuda_stub, "built", "absent")
+        yield Change(STUB, spec.paths.cuda_stub, "built", "absent", keys=(f"file {source.path}",))
     else:
         yield from _file_changes(STUB, [source], state)
 
@@ -274,34 +297,41 @@ def _stub(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Ch
 def _verify(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     ids = ", ".join(proof["id"] for proof in spec.runtime_proofs)
     if _has(before, VENV, SYNC, STUB):
-        yield Change(VERIFY, f"{ids}: the runtime changes")
-    elif (state.stamps.get("runtime") or {}).get("value") != spec.runtime_stamp:
-        yield Change(VERIFY, ids, "verified for this lock", "not verified")
+        yield Change(VERIFY, f"{ids}: the runtime changes", follows=True)
+    elif _stamp(state, "runtime") != spec.runtime_stamp:
+        holds = _stamp(state, "runtime")[:16]
+        yield Change(VERIFY, ids, "verified for this lock", "not verified", keys=("proofs",), holds=holds)
+
+
+def _stamp(state: NodeState, stage: str) -> str:
+    """What a stage was last proved for; "" where it was not."""
+    return str((state.stamps.get(stage) or {}).get("value") or "")
 
 
 def _apply(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     if _has(before, VENV):
         for file in patched_files(spec, {}):
             if file.chain:
-                yield Change(APPLY, f"{file.path} by {file.names}", "applied", "pristine, once it is installed")
+                found = "pristine, once it is installed"
+                yield Change(APPLY, f"{file.path} by {file.names}", "applied", found, follows=True)
         return
     syncing = _has(before, SYNC)
     touched = {difference.name for difference in _differences(spec, state)} if syncing else set()
     for each in decide(spec, state):
-        file, found = each.file, each.state
+        file = each.file
+        seen, keys = state.patched.get(file.path), (f"patched {file.path}",)
+        holds = seen.sha256[:16] if seen else ""
+        wanted, goal = (f"by {file.names}", "applied") if file.chain else ("without patches", "pristine")
         if each.file.distribution in touched:
             if file.chain:
-                yield Change(APPLY, f"{file.path} by {file.names}", "applied", "its distribution is installed first")
+                done, so = each.action is Action.NOTHING, "its distribution is installed first"
+                said = so if done else f"{each.state.value}; {so}"
+                yield Change(APPLY, f"{file.path} {wanted}", goal, said, follows=done, keys=keys, holds=holds)
         elif each.action is Action.STOP:
-            yield Change(APPLY, _refusal(spec, state, each), blocked=True)
+            yield Change(APPLY, _refusal(spec, state, each), blocked=True, keys=keys, holds=holds)
         elif each.action is not Action.NOTHING:
-            wanted = f"by {file.names}" if file.chain else "without patches"
-            yield Change(
-                APPLY,
-                f"{file.path} {wanted}",
-                "applied" if file.chain else "pristine",
-                f"{found.value}; {each.action.value}",
-            )
+            said = f"{each.state.value}; {each.action.value}"
+            yield Change(APPLY, f"{file.path} {wanted}", goal, said, keys=keys, holds=holds)
 
 
 def stopped_files(spec: NodeSpec, state: NodeState) -> list[Decision]:
@@ -336,12 +366,18 @@ def _probe(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[C
     if not spec.patch_proofs:
         return
     if _has(before, VENV, APPLY):
-        yield Change(PROBE, f"{ids}: patched files change")
-    elif (state.stamps.get("patches") or {}).get("value") != spec.patches_stamp:
-        yield Change(PROBE, ids, "probed for this patch set", "not probed")
+        yield Change(PROBE, f"{ids}: patched files change", follows=True)
+    elif _stamp(state, "patches") != spec.patches_stamp:
+        holds = _stamp(state, "patches")[:16]
+        yield Change(PROBE, ids, "probed for this patch set", "not probed", keys=("probes",), holds=holds)
 
 
 def _model(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    for change in _model_changes(spec, state):
+        yield replace(change, keys=("model",))
+
+
+def _model_changes(spec: NodeSpec, state: NodeState) -> Iterable[Change]:
     path, seen = spec.model_path, state.model
     if isinstance(spec.data.model, HubModel):
         yield from _hub_model(spec, state, spec.data.model)
@@ -438,10 +474,14 @@ def _few(names: list[str]) -> str:
 
 def _config(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     config = f"{spec.model_path}/config.json"
+    if not spec.config_proofs:
+        return
     if _has(before, MODEL):
-        yield Change(CONFIG, f"{config}: the model changes")
-    elif (state.stamps.get("config") or {}).get("value") != config_stamp(spec, state):
-        yield Change(CONFIG, config, "read by this transformers", "not read yet")
+        yield Change(CONFIG, f"{config}: the model changes", follows=True)
+    elif _stamp(state, "config") != config_stamp(spec, state):
+        yield Change(
+            CONFIG, config, "read by this transformers", "not read yet", keys=("config", "distribution transformers")
+        )
 
 
 def config_stamp(spec: NodeSpec, state: NodeState) -> str:
@@ -453,9 +493,9 @@ def config_stamp(spec: NodeSpec, state: NodeState) -> str:
 def _launchers(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     yield from _file_changes(LAUNCHERS, spec.scripts, state)
     for change in _file_changes(LAUNCHERS, spec.secret_files, state):
-        yield Change(LAUNCHERS, change.what, "the secrets of this machine, mode 0600", "absent or others")
+        yield replace(change, expected="the secrets of this machine, mode 0600", found="absent or others")
     for path in stale_scripts(spec, state):
-        yield Change(LAUNCHERS, path, "absent", "a file of no tier of this ladder")
+        yield Change(LAUNCHERS, path, "absent", "a file of no tier of this ladder", keys=(f"file {path}",))
 
 
 def stale_scripts(spec: NodeSpec, state: NodeState) -> list[str]:
@@ -504,18 +544,28 @@ def _configure(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterab
                 problem = f"{path} {spec.data.unit} is {whose}\n    -> set another `unit` in group_data"
                 yield Change(CONFIGURE, problem, blocked=True)
                 return
+    for path in state.server.dropins:
+        problem = f"{path} changes the unit, and is not of gpuwright"
+        yield Change(CONFIGURE, f"{problem}\n    -> systemctl revert {state.server.unit}", blocked=True)
     yield from _file_changes(CONFIGURE, manager_files(spec, state), state)
 
 
 def _file_changes(step: str, files: Iterable[NodeFile], state: NodeState) -> Iterable[Change]:
     for file in files:
-        seen = state.files.get(file.path)
+        seen, keys = state.files.get(file.path), (f"file {file.path}",)
         if seen is None:
-            yield Change(step, file.path, f"sha256 {file.sha256[:12]}", "absent")
-        elif seen.sha256 != file.sha256:
-            yield Change(step, file.path, f"sha256 {file.sha256[:12]}", seen.sha256[:12])
+            yield Change(step, file.path, f"sha256 {file.sha256[:12]}", "absent", keys=keys, holds="")
+            continue
+        holds = file_value(seen.sha256, seen.mode)
+        if seen.sha256 != file.sha256:
+            wanted, found = f"sha256 {file.sha256[:12]}", seen.sha256[:12]
+            yield Change(step, file.path, wanted, found, keys=keys, holds=holds)
         elif seen.mode != file.mode:
-            yield Change(step, file.path, f"mode {file.mode:04o}", f"mode {seen.mode:04o}")
+            wanted, found = (f"mode {mode_text(mode)}" for mode in (file.mode, seen.mode))
+            yield Change(step, file.path, wanted, found, keys=keys, holds=holds)
+
+
+INSTALLED = "installed files"  # as runs_on calls when each of the venv's files was written
 
 
 def runs_on(spec: NodeSpec, state: NodeState) -> dict[str, str]:
@@ -546,6 +596,7 @@ def runs_on(spec: NodeSpec, state: NodeState) -> dict[str, str]:
         "supervisor's configuration": content(unit.path),
         "secrets": digest(content(spec.paths.secrets_file, spec.paths.secrets_env)),
         "model": digest(model),
+        INSTALLED: state.venv.written.digest if state.venv else "absent",
     }
 
 
@@ -556,10 +607,14 @@ def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
     """
     server = state.server
     record = server.record or {}
+    if not spec.data.serve:
+        return ["stop", "shut_down"] if server.pid or server.orphans or server.enabled else []
     kept = _keeper(server.manager, server.unit) == keeper(spec, state) and server.pid is not None
-    if not kept or record.get("runs_on") != runs_on(spec, state) or server.orphans:
+    if not kept or _changed_since(spec, state) or server.orphans or server.differs:
         return ["stop", "start", "wait"]
     stale = ["retire"] if stale_managers(spec, state) else []
+    if server.enabled is False or server.stale:
+        stale.append("enable")
     if server.pid != record.get("pid"):
         return [*stale, "adopt", "wait"]
     if not record.get("ready_at"):
@@ -568,48 +623,90 @@ def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
 
 
 def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
-    server, tier = state.server, spec.tier.name
-    record = server.record or {}
     causes = {
         "runtime": (VENV, SYNC, STUB, VERIFY),
         "patches": (APPLY, PROBE),
         "model": (MODEL,),
         "launch script": (LAUNCHERS,),
+        "secrets": (LAUNCHERS,),
         "supervisor's configuration": (CONFIGURE,),
     }
-    pending = [name for name, steps in causes.items() if _has(before, *steps)]
-    run_from = {file.path for file in (spec.active_script, *spec.secret_files, *manager_files(spec, state))}
-    for name, step in (("launch script", LAUNCHERS), ("supervisor's configuration", CONFIGURE)):
-        if name in pending and not any(c.step == step and c.what in run_from for c in before):
+    pending = [name for name, steps in causes.items() if _has(before, *steps)] if spec.data.serve else []
+    pending = [name for name in pending if not _as_started(spec, state, name)]
+    run_from = {
+        "launch script": {spec.active_script.path},
+        "secrets": {spec.paths.secrets_file, spec.paths.secrets_env},
+        "supervisor's configuration": {file.path for file in manager_files(spec, state)},
+    }
+    for name in run_from.keys() & set(pending):
+        if not any(change.step in causes[name] and change.what in run_from[name] for change in before):
             pending.remove(name)  # other files of that step change
+    for what in stale_managers(spec, state):
+        found = f"left of another supervisor than {keeper(spec, state)}"
+        yield Change(SERVER, what, "absent", found, keys=("supervisor", "unit"))
+    for orphan in state.server.orphans:
+        yield Change(SERVER, f"process {orphan.pid} ({orphan.command})", "ended", "left of an earlier server")
+    yield from _serving(spec, state, pending) if spec.data.serve else _idle(spec, state)
     if "start" in server_actions(spec, state) or pending:
         to_come = [change.what.partition(":")[0] for change in before if change.step == SETTINGS and not change.blocked]
         stopping = without(examine_node(spec, state), to_come)
         if stopping:
-            yield Change(SERVER, f"not started:\n{stop_text(stopping)}", blocked=True)
-            return
-        if isinstance(spec.data.model, HubModel) and not _has(before, MODEL):
+            yield Change(SERVER, f"not started:\n{stop_text(stopping)}", blocked=True, follows=True)
+        elif isinstance(spec.data.model, HubModel) and not _has(before, MODEL):
             unfetched = list(_hub_model(spec, state, spec.data.model))
             if unfetched:
                 what = f"not started: the model is not whole: {unfetched[0]}\n    -> run the model stage too"
-                yield Change(SERVER, what, blocked=True)
-                return
-    for what in stale_managers(spec, state):
-        yield Change(SERVER, what, "absent", f"left of another supervisor than {keeper(spec, state)}")
-    for orphan in server.orphans:
-        yield Change(SERVER, f"process {orphan.pid} ({orphan.command})", "ended", "left of an earlier server")
+                yield Change(SERVER, what, blocked=True, follows=True)
+
+
+def _as_started(spec: NodeSpec, state: NodeState, name: str) -> bool:
+    """Whether the server was started from the very content that is declared of a file, whatever lies there now."""
+    declared = {"launch script": spec.active_script, "supervisor's configuration": manager_files(spec, state)[0]}
+    then = (state.server.record or {}).get("runs_on") or {}
+    return name in declared and then.get(name) == declared[name].sha256
+
+
+def _changed_since(spec: NodeSpec, state: NodeState) -> list[str]:
+    """What of runs_on is another than what the server was started on. A file that was only edited under it is not: the
+    step that the file belongs to puts it back.
+    """
+    then, now = (state.server.record or {}).get("runs_on") or {}, runs_on(spec, state)
+    return [name for name in now if now[name] != then.get(name) and not _as_started(spec, state, name)]
+
+
+def _idle(spec: NodeSpec, state: NodeState) -> Iterable[Change]:
+    """What keeps a node that is not to serve from being idle."""
+    server, record = state.server, state.server.record or {}
+    if server.pid is not None:
+        found = f"tier {record.get('tier')}, pid {server.pid}"
+        yield Change(SERVER, "the server", "none: serve is False", found, keys=("serve",))
+    elif server.enabled:
+        yield Change(SERVER, f"unit {server.unit}", "not started at boot", "enabled", keys=("serve",))
+
+
+def _serving(spec: NodeSpec, state: NodeState, pending: list[str]) -> Iterable[Change]:
+    """What keeps the active tier from serving as declared. `pending`: what of it this deploy changes."""
+    server, tier = state.server, spec.tier.name
+    record = server.record or {}
+    changed = [name for name in _changed_since(spec, state) if name not in pending]
     if server.pid is None:
         again = f" after {server.restarts} restarts" if server.restarts else ""
         status = f"not running ({server.status}{again})" if server.status else "not running"
-        yield Change(SERVER, f"tier {tier}", "serving", status)
-    elif (found := _keeper(server.manager, server.unit)) != (kept := keeper(spec, state)):
-        yield Change(SERVER, f"tier {tier}", f"kept by {kept}", f"kept by {found}")
-    elif pending:
-        yield Change(SERVER, f"restart tier {tier}, because of: {', '.join(pending)}")
-    elif record.get("runs_on") != (wanted := runs_on(spec, state)):
-        then = record.get("runs_on") or {}
-        changed = ", ".join(name for name in wanted if wanted[name] != then.get(name))
-        yield Change(SERVER, f"restart tier {tier}, because of what changed since it was started: {changed}")
+        yield Change(SERVER, f"tier {tier}", "serving", status, keys=("serve",))
+        return
+    if (found := _keeper(server.manager, server.unit)) != (kept := keeper(spec, state)):
+        yield Change(SERVER, f"tier {tier}", f"kept by {kept}", f"kept by {found}", keys=("supervisor", "unit"))
+        return
+    if pending or changed:
+        said = ", ".join(dict.fromkeys([*pending, *changed]))
+        if INSTALLED in changed and state.venv:
+            said = said.replace(INSTALLED, f"{INSTALLED} ({state.venv.written.newest} was written last)")
+        of = "" if pending else " what changed since it was started"
+        what = f"restart tier {tier}, because of{of}: {said}"
+        yield Change(SERVER, what, follows=not changed, keys=_moved_by(spec, state, changed))
+    elif server.differs:
+        found = "; ".join(server.differs[:4]) + (f" and {len(server.differs) - 4} more" if server.differs[4:] else "")
+        yield Change(SERVER, f"tier {tier}, pid {server.pid}", "what its launch script starts", found)
     elif server.pid != record.get("pid"):
         again = f"pid {server.pid}, started again by {server.manager} after a crash or a reboot"
         yield Change(SERVER, f"take over tier {tier}", f"pid {record.get('pid')}, as started", again)
@@ -617,6 +714,25 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
         yield Change(SERVER, f"await tier {tier}", "ready", f"pid {server.pid} is still loading")
     elif server.health != 200:
         yield Change(SERVER, f"tier {tier}", "/health answers 200", f"{server.health or 'no answer'}")
+    if server.enabled is False:
+        yield Change(SERVER, f"unit {server.unit}", "started at boot", "not enabled")
+    if server.stale:
+        yield Change(SERVER, f"unit {server.unit}", "read from its file", "written since systemd read it")
+
+
+def _moved_by(spec: NodeSpec, state: NodeState, changed: list[str]) -> tuple[str, ...]:
+    """What of NodeSpec.declared stands for each reason to restart a server."""
+    other = (state.server.record or {}).get("tier") != spec.tier.name
+    keys = {
+        "runtime": ["proofs"],
+        "patches": ["probes"],
+        "launch script": ["tier" if other else f"file {spec.active_script.path}"],
+        "supervisor's configuration": ["tier" if other else f"file {manager_files(spec, state)[0].path}"],
+        "secrets": [f"file {file.path}" for file in spec.secret_files],
+        "model": ["model"],
+        INSTALLED: [] if {"runtime", "patches"} & set(changed) else [INSTALLED],  # a new runtime writes files
+    }
+    return tuple(key for name in changed for key in keys[name])
 
 
 def restarts(spec: NodeSpec, state: NodeState | None) -> bool:
@@ -631,18 +747,31 @@ def unused_caches(spec: NodeSpec, state: NodeState) -> list[str]:
 
 def _prune(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     for name in unused_caches(spec, state):
-        yield Change(PRUNE, f"{spec.paths.cache}/{name}", "absent", "the cache of a runtime no longer declared")
+        found = "the cache of a runtime no longer declared"
+        yield Change(PRUNE, f"{spec.paths.cache}/{name}", "absent", found, keys=("cache",), holds=name)
 
 
 def _record(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
-    found = (state.state or {}).get("spec_digest")
+    found, to_come = str((state.state or {}).get("spec_digest") or ""), _has(before, *{c.step for c in before})
     if found != spec.spec_digest:
-        yield Change(RECORD, "spec", spec.spec_digest[:12], str(found)[:12] if found else "none")
+        wanted, said = spec.spec_digest[:12], found[:12] or "none"
+        yield Change(RECORD, "spec", wanted, said, follows=to_come, keys=("spec",), holds=found[:16])
+        return
+    then, now = (flat(each, spec.data.stages) for each in (state.deployed or {}, spec.declared))
+    moved = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
+    if moved:
+        what = f"what is declared: {_few(moved)}"
+        yield Change(RECORD, what, "on record", "another" if then else "none", follows=to_come, keys=tuple(moved))
+
+
+def flat(declared: Mapping[str, Mapping[str, str]], stages: Iterable[str]) -> dict[str, str]:
+    """What some stages declare (NodeSpec.declared), in one mapping."""
+    return {key: value for stage in stages for key, value in declared.get(stage, {}).items()}
 
 
 def _smoke(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     levels = ", ".join(str(level) for level in spec.profile.levels)
-    if spec.data.smoke == "never" or spec.rank:  # of a cluster, rank 0 answers for all
+    if spec.data.smoke == "never" or spec.rank or not spec.data.serve:  # of a cluster, rank 0 answers for all
         return
     deployed = (state.state or {}).get("spec_digest") == spec.spec_digest and not server_actions(spec, state)
     if not deployed and not _has(before, SERVER, RECORD):

@@ -106,6 +106,11 @@ class Paths:
         return f"{self.run}/system.json"
 
     @property
+    def deployed(self) -> str:
+        """What the last deploy of each stage declared: it tells a node that moved from a repository that did."""
+        return f"{self.run}/deployed.json"
+
+    @property
     def model_manifest(self) -> str:
         """Which files of the hub's model were fetched, and what they were when they were verified."""
         return f"{self.run}/model.json"
@@ -219,7 +224,7 @@ class NodeSpec:
         exactly one of these. How it is measured has a digest of its own.
         """
         files = [[file.path, file.sha256, file.mode] for file in self.scripts]
-        model = self.data.model.model_dump(exclude={"token", "endpoint"})
+        model = self._served_model
         host = [[each.id, each.value] for each in self.system if each.kind in COUNTED]
         parts = [self.runtime_digest, self.tools_lock.sha256, self.tier.name, files, model]
         return digest([*parts, host] if host else parts)
@@ -262,6 +267,35 @@ class NodeSpec:
         """The model folder."""
         model = self.data.model
         return f"{self.paths.root}/model" if isinstance(model, TinyModel) else model.path
+
+    @cached_property
+    def declared(self) -> dict[str, dict[str, str]]:
+        """What each stage brings about, by a name for each thing. A deploy records it; a drift check compares it with
+        what it finds, to tell a node that has moved from a repository that has.
+        """
+        system = {f"folder {path}": mode_text(mode) for path, mode in self.paths.folders.items()}
+        system |= {f"setting {each.id}": str(each.value) for each in self.system} | _file_keys(self.system_files)
+        runtime = {"venv": self.data.python, f"file {self.paths.lock_copy}": self.lock.sha256[:16]}
+        runtime |= {f"tool {name}": version for name, version in self.tools_lock.versions.items()}
+        runtime |= {f"distribution {name}": version for name, version in self.lock.versions.items()}
+        runtime |= {"proofs": self.runtime_stamp[:16]}
+        if self.cuda_stub_source:
+            runtime |= _file_keys([self.cuda_stub_source])
+        patches = {f"patched {patch.file}": patch.post_sha256[:16] for patch in self.patches}
+        service = _file_keys(self.service_files) | {"cache": self.runtime_digest[:16], "serve": str(self.data.serve)}
+        service |= {"supervisor": self.data.supervisor, "unit": self.data.unit}
+        return {
+            "system": system,
+            "runtime": runtime,
+            "patches": patches | {"probes": self.patches_stamp[:16]},
+            "model": {"model": digest(self._served_model)[:16], "config": digest(self.config_proofs)[:16]},
+            "launchers": _file_keys([*self.scripts, *self.secret_files]),
+            "service": service | {"tier": self.tier.name, "spec": self.spec_digest[:16]},
+        }
+
+    @property
+    def _served_model(self) -> dict[str, Any]:
+        return self.data.model.model_dump(exclude={"token", "endpoint"})
 
     @property
     def model_env(self) -> dict[str, str]:
@@ -324,7 +358,7 @@ class NodeSpec:
 
         Raises InputErrors where a value is not there.
         """
-        found = {name: _secret(name, source) for name, source in self.data.secrets.items()}
+        found = dict(zip(self.data.secrets, self.secret_values, strict=True))
         args = {name: value for name, value in found.items() if name in SECRET_ARGS}
         env = {name: value for name, value in found.items() if name not in SECRET_ARGS}
         files = []
@@ -334,6 +368,11 @@ class NodeSpec:
             lines = [f"{name}={shlex.quote(value)}\n" for name, value in sorted(env.items())]
             files.append(NodeFile(self.paths.secrets_env, "".join(lines), 0o600))
         return tuple(files)
+
+    @property
+    def secret_values(self) -> list[str]:
+        """The secrets themselves, as read from this machine: what must never be shown."""
+        return [_secret(name, source) for name, source in self.data.secrets.items()]
 
     def deadline_s(self, tier: Tier) -> int:
         """How long a tier may take from its start until it answers, in s."""
@@ -464,14 +503,14 @@ class NodeSpec:
         """What must be true of the stack, as proofs for files/node/prove.py."""
         truths = [{"id": t.id, "code": t.code, "expect": t.expect} for t in self.stack.must_be_true]
         code = installed_proof(self.stack.engine, self.flags, shown(flags_path(self.stack)))
-        return [*truths, _proof("engine-arguments", code)]
+        return [*truths, _proof("engine-arguments", code)]  # which reads sources, and imports nothing
 
     @cached_property
     def patch_proofs(self) -> list[dict[str, Any]]:
         """What the series promises, as proofs for files/node/prove.py: each patch's probe and assumptions, the settings
         of this ladder, and the probes of patches that this stack's versions should no longer need.
         """
-        if self.data.patches == "none":
+        if self.data.patches == "none" or self.stack.sources_only:
             return []
         proofs = [_proof(patch.id, _probe(patch.probe)) for patch in self.patches]
         for patch in self.patches:
@@ -482,8 +521,10 @@ class NodeSpec:
     @property
     def config_proofs(self) -> list[dict[str, Any]]:
         """That the venv's transformers reads the model's config, as a proof for files/node/prove.py. A config's own
-        code is run only where the ladder has the server run it too.
+        code is run only where the ladder has the server run it too. None of a stack that cannot be imported.
         """
+        if self.stack.sources_only:
+            return []
         how = {
             "trust_remote_code": bool(self.ladder.merged_args(self.tier).get("trust-remote-code")),
             "local_files_only": True,
@@ -563,6 +604,8 @@ def build_spec(
         raise wrong("cluster", problem)
     if members and host not in {member.name for member in members}:
         raise wrong("cluster", f'group "{values.cluster.group if values.cluster else ""}" does not hold {host} itself')
+    if stack.sources_only and values.serve:
+        raise wrong("serve", f"stack {stack.name} has sources alone, which serve nothing", "set `serve = False`")
     _check_machine(values, ladder, catalogue, wrong)
     lock = read_lock(lock_path(stack, values.python))
     wanted = values.patches == "series"
@@ -632,6 +675,20 @@ def _check_machine(values: HostData, ladder: Ladder, catalogue: Catalogue, wrong
     for name in values.ignored_checks:
         if name not in ids:
             raise wrong("ignored_checks", f'there is no check "{name}"', nearest(name, ids))
+
+
+def mode_text(mode: int) -> str:
+    """Permission bits as people write them: 0755."""
+    return f"{mode:04o}"
+
+
+def file_value(sha256: str, mode: int) -> str:
+    """A file's content and mode, as NodeSpec.declared has them."""
+    return f"{sha256[:16]} {mode_text(mode)}"
+
+
+def _file_keys(files: Iterable[NodeFile]) -> dict[str, str]:
+    return {f"file {file.path}": file_value(file.sha256, file.mode) for file in files}
 
 
 def _once(names: Iterable[str]) -> list[str]:

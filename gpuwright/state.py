@@ -44,6 +44,13 @@ class SeenTools(Seen):
     damaged: dict[str, str]
 
 
+class SeenWritten(Seen):
+    """When the installed files were written: a digest over size and time of each, and the path of the newest."""
+
+    digest: str
+    newest: str | None
+
+
 class SeenVenv(Seen):
     """The venv: Python version, site-packages, version by canonical name, and what is damaged with the reason."""
 
@@ -51,6 +58,7 @@ class SeenVenv(Seen):
     site: str
     distributions: dict[str, str]
     damaged: dict[str, str]
+    written: SeenWritten
 
 
 class SeenModelFile(Seen):
@@ -99,7 +107,9 @@ class SeenServer(Seen):
 
     `manager`: who keeps it (supervisor, or systemd in `unit`), `status` in that one's words. `orphans`: processes of an
     earlier server of ours that nobody keeps any more. `units`: the systemd units that deploys of this root wrote, by
-    name. `family`: every live process of it, also of one that its supervisor has started again by itself.
+    name. `family`: every live process of it, also of one that its supervisor has started again by itself. `enabled`:
+    whether it starts at boot (None under supervisor); `dropins`: files that change its unit; `stale`: whether its file
+    was written since systemd read it. `differs`: in what the process is not what the launch script starts.
     """
 
     manager: str | None
@@ -112,6 +122,10 @@ class SeenServer(Seen):
     family: list[int]
     orphans: list[SeenProcess]
     units: list[str]
+    enabled: bool | None
+    dropins: list[str]
+    stale: bool
+    differs: list[str]
     health: int | None
 
 
@@ -133,9 +147,11 @@ class Reading(Seen):
 
 
 class NodeState(Seen):
-    """Everything one observation says."""
+    """Everything one observation says. `deployed`: what the last deploy of each stage declared. `unreadable`: paths
+    that are there and that this user may not read: what is said of them is not known.
+    """
 
-    version: Literal[4]
+    version: Literal[5]
     python: str
     uid: int
     machine: str
@@ -144,6 +160,7 @@ class NodeState(Seen):
     system_owners: dict[str, str | None]
     model_manifest: dict[str, Any] | None
     root_writable: bool
+    unreadable: list[str]
     ensurepip: bool
     commands: dict[str, str | None]
     interpreter: SeenInterpreter | None
@@ -161,6 +178,7 @@ class NodeState(Seen):
     logrotate_owner: str | None
     caches: list[str]
     state: dict[str, Any] | None
+    deployed: dict[str, dict[str, str]] | None
     results: list[SeenResult]
     patched: dict[str, SeenFile | None]
     manifest: dict[str, dict[str, str]]

@@ -221,13 +221,16 @@ def _boot_file(each: Declared) -> str:
 
 @dataclass(frozen=True)
 class Gap:
-    """A declared setting that is not as declared: what, expected, found. `blocked`: why it cannot be made so."""
+    """A declared setting that is not as declared: what, expected, found. `blocked`: why it cannot be made so, or, where
+    it is `unknown`, why that cannot be said.
+    """
 
     id: str
     what: str
     expected: str
     found: str
     blocked: str = ""
+    unknown: bool = False
 
 
 Seen = Any
@@ -323,7 +326,7 @@ def gaps(settings: Iterable[Declared], readings: Mapping[str, Any], problems: Ma
             found += look(each, readings[reading])
         else:
             why = problems.get(reading, "it was not observed")
-            found.append(Gap(each.id, each.target, each.value or "so", "unknown", why))
+            found.append(Gap(each.id, each.target, each.value or "so", "unknown", why, unknown=True))
     return found
 
 

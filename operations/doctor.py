@@ -7,37 +7,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pyinfra import host, logger, state  # type: ignore[attr-defined]
+from pyinfra import host, logger  # type: ignore[attr-defined]
 
 from gpuwright import checks
 from gpuwright.plan import examine_node
 from gpuwright.record import folder_name
-from gpuwright.spec import NodeSpec
 from operations.stage import desired_state, observed
+from operations.visit import visit
 
-_verdicts: dict[str, int] = {}
 _answers: list[dict[str, Any]] = []
 
 
-def visit() -> None:
+def visit_host() -> None:
     """Examine this host. When all have been, the run ends: exit code 0 where each passes, 2 where a `must` does not
     hold or cannot be observed, 1 where a host could not be asked. Nothing is changed on any.
     """
-    try:
-        _verdicts[host.name] = _examine(desired_state(serving=False))
-    finally:
-        everyone = {each.name for each in state.inventory.iter_activated_hosts()}
-        if everyone <= {*_verdicts, *(each.name for each in state.failed_hosts)}:
-            unreached = [each.name for each in state.failed_hosts]
-            for name in unreached:
-                logger.error(f"    {name} could not be examined")
-            if "--json" in sys.argv:  # pyinfra's own option; click's context does not reach into a host's greenlet
-                answers = sorted(_answers, key=lambda answer: str(answer["host"]))
-                print(json.dumps({"version": 1, "hosts": answers, "unreached": unreached}, indent=1))
-            sys.exit(1 if unreached else max(_verdicts.values(), default=1))
+    visit(_examine, _print_json)
 
 
-def _examine(spec: NodeSpec) -> int:
+def _print_json(unreached: list[str]) -> None:
+    if "--json" in sys.argv:  # pyinfra's own option; click's context does not reach into a host's greenlet
+        answers = sorted(_answers, key=lambda answer: str(answer["host"]))
+        print(json.dumps({"version": 1, "hosts": answers, "unreached": unreached}, indent=1))
+
+
+def _examine() -> int:
+    spec = desired_state(serving=False, secrets=False)
     found = observed(spec)
     if found is None:
         return 1

@@ -115,7 +115,7 @@ def record(spec: NodeSpec) -> Commands:
     """Write state.json, when another spec was deployed last. Reads the observation."""
     at = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     yield from converge(
-        spec, RECORD, "this spec is on record", lambda state, changes: node.record_state(spec, revision(), at)
+        spec, RECORD, "this spec is on record", lambda state, changes: node.record_state(spec, state, revision(), at)
     )
 
 

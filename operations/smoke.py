@@ -68,11 +68,12 @@ def measure(state: State, host: Host, spec: NodeSpec, observed: NodeState) -> bo
     run_id = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{spec.tier.name}-{spec.spec_digest[:8]}"
     if not run(host, node.benchmark(spec, run_id, runs_on(spec, observed)), print_output=True)[0]:
         return False
-    fetched, text = run(host, node.read_summary(spec, run_id))
+    path = node.summary_path(spec, run_id)
+    fetched, text = run(host, node.read_files([path]))
     if not fetched:
         _say(host, f"the run's summary could not be read from {spec.paths.results}/raw/{run_id}: deploy again")
         return False
-    summary = json.loads(json.loads(last_line(text))["summary.json"])
+    summary = json.loads(json.loads(last_line(text))[path])
     packages = observed.venv.distributions if observed.venv else {}
     record = make_record(spec, summary, run_id, revision(), packages)
     kept, _ = run(host, node.write_files(spec, [NodeFile(f"{spec.paths.results}/{run_id}.json", dump(record))]))
@@ -96,11 +97,11 @@ def measure(state: State, host: Host, spec: NodeSpec, observed: NodeState) -> bo
 
 def fetch(state: State, host: Host, spec: NodeSpec, names: Iterable[str]) -> bool:
     """Bring records that lie on the node alone to this machine."""
-    succeeded, text = run(host, node.read_results(spec, list(names)))
+    succeeded, text = run(host, node.read_files(node.result_paths(spec, names)))
     if not succeeded:
         return False
-    for name, content in json.loads(last_line(text)).items():
-        append(RESULTS / folder_name(host.name) / name, content)
+    for path, content in json.loads(last_line(text)).items():
+        append(RESULTS / folder_name(host.name) / Path(path).name, content)
     return True
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pyinfra import host, logger, state  # type: ignore[attr-defined]
-from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS
+from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS, pop_global_arguments
 from pyinfra.api.command import FunctionCommand, PyinfraCommand, StringCommand
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.connectors.ssh import connector_data_meta
+from pyinfra.connectors.util import CommandOutput
 
 from facts.observation import Observation
 from gpuwright import REPOSITORY
@@ -32,32 +33,41 @@ _observations: dict[str, tuple[bool, NodeState]] = {}
 _plans: dict[str, tuple[NodeSpec, NodeState, Plan]] = {}
 
 
-def desired_state(*, serving: bool = True) -> NodeSpec:
-    """This host's NodeSpec. The first call reads the catalogue and validates every host of the run; where it is to
-    serve, also its secrets on this machine, and that the run has the whole of its cluster.
+def desired_state(*, serving: bool = True, secrets: bool = True) -> NodeSpec:
+    """This host's NodeSpec. The first call reads the catalogue and validates every host of the run.
 
     Raises StopRun naming file, line and key, before a command was sent to any host.
     """
     if not _specs:
         try:
-            catalogue = load_catalogue()
-            errors: list[InputError] = []
-            specs: dict[str, NodeSpec] = {}
-            for each in state.inventory.get_active_hosts():
-                try:
-                    spec = build_spec(each.name, _own_data(each), catalogue, _sources(each), _members(each))
-                    specs[each.name] = spec
-                    _ = (spec.secret_files, spec.model_token) if serving else None
-                    if serving and "service" in spec.stages:
-                        _require_whole_cluster(spec)
-                except InputErrors as error:
-                    errors += error.errors
-            if errors:
-                raise InputErrors(list({str(error): error for error in errors}.values()))
+            desired_states(state.inventory.get_active_hosts(), serving=serving, secrets=secrets)
         except GpuwrightError as error:
             raise StopRun(f"bad input, and no host was touched:\n{error}") from None
-        _specs.update(specs)
     return _specs[host.name]
+
+
+def desired_states(hosts: Iterable[Host], *, serving: bool, secrets: bool) -> dict[str, NodeSpec]:
+    """The NodeSpecs of these hosts, which are those of the run; with `secrets`, also their secrets on this machine are
+    read, and where they are to be `serving`, each must come with the whole of its cluster.
+
+    Raises GpuwrightError with every problem that was found.
+    """
+    catalogue = load_catalogue()
+    errors: list[InputError] = []
+    specs: dict[str, NodeSpec] = {}
+    for each in hosts:
+        try:
+            spec = build_spec(each.name, _own_data(each), catalogue, _sources(each), _members(each))
+            specs[each.name] = spec
+            _ = (spec.secret_files, spec.model_token) if secrets else None
+            if serving and "service" in spec.stages:
+                _require_whole_cluster(spec)
+        except InputErrors as error:
+            errors += error.errors
+    if errors:
+        raise InputErrors(list({str(error): error for error in errors}.values()))
+    _specs.update(specs)
+    return specs
 
 
 def specs() -> list[NodeSpec]:
@@ -113,8 +123,8 @@ def observed(spec: NodeSpec) -> NodeState | None:
     """
     kept = _observations.get(host.name)
     if kept is None or kept[0] != state.is_executing:
-        command = observe(spec)
-        found = host.get_fact(Observation, line=command.line, _stdin=command.stdin)
+        command, patience = observe(spec), spec.data.observe_timeout_s
+        found = host.get_fact(Observation, line=command.line, _stdin=command.stdin, _timeout=patience)
         if found is None:
             return None
         kept = _observations[host.name] = (state.is_executing, found)
@@ -139,6 +149,8 @@ def observe_peer(spec: NodeSpec) -> NodeState | None:
         return None  # whatever keeps a peer from answering fails the peer itself, in its own turn
     return found
 
+
+SHOWN = 8  # changes of one step: a first installation has 175
 
 Commands = Generator[PyinfraCommand, None, None]
 Build = Callable[[NodeState, list[Change]], Sequence[NodeCommand | PyinfraCommand]]
@@ -168,9 +180,12 @@ def converge(
         host.noop(settled)
         return
     blocked = [change for change in changes if change.blocked]
-    for change in changes:
+    shown = changes if len(changes) <= SHOWN + 1 else changes[:SHOWN]
+    for change in shown:
         for number, line in enumerate(str(change).splitlines()):
             host.log(f"    {'! ' if change.blocked else '~ '}{line}" if not number else f"      {line}", logger.info)
+    if shown is not changes:
+        host.log(f"    ~ and {len(changes) - SHOWN} more", logger.info)
     possible = [change for change in changes if not change.blocked] if in_part or not blocked else []
     if blocked and not possible:
         yield from map(to_pyinfra, refuse(found))
@@ -200,12 +215,26 @@ def stream(state: State, host: Host, command: NodeCommand) -> bool:
 
 def run(host: Host, command: NodeCommand, *, print_output: bool = False) -> tuple[bool, str]:
     """Run a core command now, with the operation's own sudo and environment: (succeeded, its stdout)."""
-    given: Mapping[str, Any] = host.current_op_global_arguments or {}
+    succeeded, output = ask(host, command, print_output=print_output)
+    return succeeded, output.stdout
+
+
+def ask(
+    host: Host, command: NodeCommand, *, print_output: bool = False, timeout: int | None = None
+) -> tuple[bool, CommandOutput]:
+    """Run a core command now: (succeeded, what it said). Outside of an operation, sudo and the like are the host's.
+
+    Raises TimeoutError after `timeout` s; the command itself may run on.
+    """
+    given: Any = host.current_op_global_arguments
+    if given is None:
+        given = pop_global_arguments(state, host, {})[0]
     arguments = {key: given[key] for key in CONNECTOR_ARGUMENT_KEYS if key in given}
     if command.stdin:
         arguments["_stdin"] = command.stdin
-    succeeded, output = host.run_shell_command(StringCommand(command.line), print_output=print_output, **arguments)
-    return succeeded, output.stdout
+    if timeout:
+        arguments["_timeout"] = timeout
+    return host.run_shell_command(StringCommand(command.line), print_output=print_output, **arguments)
 
 
 def revision() -> str:

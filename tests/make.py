@@ -27,6 +27,7 @@ from gpuwright.state import (
     SeenServer,
     SeenTools,
     SeenVenv,
+    SeenWritten,
 )
 from tests.machines import blackwell, readings
 
@@ -69,6 +70,10 @@ STOPPED = SeenServer(
     family=[],
     orphans=[],
     units=[],
+    enabled=None,
+    dropins=[],
+    stale=False,
+    differs=[],
     health=None,
 )
 
@@ -89,7 +94,7 @@ def seen(state: NodeState, reading: str, value: Any = None, problem: str | None 
 def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
     """A fresh host that has what the stack needs and nothing of ours."""
     fields: dict[str, Any] = {
-        "version": 4,
+        "version": 5,
         "python": "3.12.3",
         "uid": 0,
         "machine": "x86_64",
@@ -98,6 +103,7 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
         "system_owners": {},
         "model_manifest": None,
         "root_writable": True,
+        "unreadable": [],
         "ensurepip": True,
         "commands": {name: f"/usr/bin/{name}" for name in ("bash", "c++", "cc", "flock", "logrotate", "openssl", "sh")},
         "interpreter": SeenInterpreter(path="/usr/bin/python3.12", version="3.12.3"),
@@ -115,6 +121,7 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
         "logrotate_owner": None,
         "caches": [],
         "state": None,
+        "deployed": None,
         "results": [],
         "patched": {},
         "manifest": {},
@@ -172,6 +179,7 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
             site=f"{spec.paths.venv}/lib/python{spec.data.python}/site-packages",
             distributions=dict(spec.lock.versions),
             damaged={},
+            written=SeenWritten(digest="w" * 64, newest="torch/__init__.py"),
         ),
         stamps={
             "runtime": {"value": spec.runtime_stamp, "at": "then"},
@@ -180,6 +188,7 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
         model=model,
         caches=[spec.runtime_digest[:16]],
         state={"spec_digest": spec.spec_digest},
+        deployed=spec.declared,
         results=[
             SeenResult(
                 file="r.json", spec_digest=spec.spec_digest, benchmark_digest=spec.benchmark_digest, verdict="accepted"

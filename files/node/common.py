@@ -117,7 +117,9 @@ def supervisor(socket_path):
 def supervisor_status(socket_path):
     """supervisord's word on the server, or None when it does not know it or does not answer.
 
-    {"manager", "unit", "status" (in its own words), "pid", "cgroup", "ended" (it does not run), "restarts"}.
+    {"manager", "unit", "status" (in its own words), "pid", "cgroup", "ended" (it does not run), "restarts", "enabled"
+    (at boot; None where nothing can be enabled), "dropins" (files that change the unit), "stale" (its file was written
+    since its manager read it)}.
     """
     api = supervisor(socket_path)
     try:
@@ -135,6 +137,9 @@ def supervisor_status(socket_path):
         "cgroup": None,
         "ended": status in ("FATAL", "EXITED", "BACKOFF"),
         "restarts": None,
+        "enabled": None,
+        "dropins": [],
+        "stale": False,
     }
 
 
@@ -195,7 +200,7 @@ def systemd_status(unit):
     """systemd's word on a unit of ours, as supervisor_status gives it; None when systemd does not answer."""
     if not has_systemd():
         return None
-    names = "ActiveState,SubState,MainPID,ControlGroup,NRestarts,Result,Job"
+    names = "ActiveState,SubState,MainPID,ControlGroup,NRestarts,Result,Job,UnitFileState,DropInPaths,NeedDaemonReload"
     code, said = systemctl("show", unit, "--property=" + names)
     found = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
     if code or "ActiveState" not in found:
@@ -211,6 +216,10 @@ def systemd_status(unit):
         "cgroup": found["ControlGroup"] or None,
         "ended": waiting or (state in ("failed", "inactive") and not found.get("Job")),
         "restarts": int(found["NRestarts"] or 0),
+        "enabled": found.get("UnitFileState") == "enabled",
+        # Of this unit alone: what a distribution says of every service is not of us.
+        "dropins": [path for path in found.get("DropInPaths", "").split() if "/%s.service.d/" % unit in path],
+        "stale": found.get("NeedDaemonReload") == "yes",
     }
 
 

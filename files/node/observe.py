@@ -1,8 +1,9 @@
 """Answer, in one JSON, what a node is like. Reads only; never writes, not even a temporary file.
 
-The one exception is asked for: with `deep`, what was read is remembered in run/integrity.json.
+The one exception is asked for: with `deep` and `remember`, what was read is remembered in run/integrity.json.
 REQUEST says where to look: root, venv, tools, files, folders, commands, address, port, unit, model, interpreter,
-patched, manifest, originals, deep, machine (what files/node/machine.py is asked).
+patched, manifest, originals, deep, remember, machine (what files/node/machine.py is asked), run (argv and env that the
+active tier's launch script ends in).
 """
 
 import base64
@@ -37,6 +38,21 @@ def listing(path):
         return sorted(os.listdir(path))
     except OSError:
         return []
+
+
+def unreadable(paths):
+    """Those that are there, and that this user may not read; another user's folder hides whether they are."""
+    found = []
+    for path in paths:
+        try:
+            os.stat(path)
+            if not os.access(path, os.R_OK):
+                found.append(path)
+        except PermissionError:
+            found.append(path)
+        except OSError:
+            continue
+    return sorted(found)
 
 
 def nearest_existing(path):
@@ -87,27 +103,30 @@ def hash_files(site, paths):
     return answer
 
 
-def hash_deep(site, stats, cache):
+def hash_deep(site, stats, cache, remember):
     """hash_files of everything, but for files whose size, mtime and inode are those they had when last read."""
     kept = read_json(cache) or {}
     known = {path: kept[path][1] for path, stat in stats.items() if path in kept and kept[path][0] == stat}
     fresh = hash_files(site, [path for path in stats if path not in known])
     known.update(fresh)
-    if fresh:
+    if fresh and remember:
         entries = {path: [stats[path], digest] for path, digest in known.items() if digest}
         write_atomic(cache, json.dumps(entries).encode())
     return known
 
 
 def distributions(site, patched, deep_cache=None, hashes=True):
-    """({name: version}, {name: what is damaged}) of a site-packages folder.
+    """({name: version}, {name: what is damaged}, {"digest", "newest"}) of a site-packages folder.
 
     Damaged: no RECORD, no INSTALLER (uv writes it last, so its absence means a killed installation), a recorded file
     that is missing, not of the recorded size or not of the recorded sha256, or a second copy of the metadata. `patched`
     files are not looked at. Where several distributions bring the same file (flashinfer and torch-c-dlpack-ext each
     bring a build_backend.py) the one installed last wins, and its content is right for all of them.
+
+    The digest is over size and time of writing of every recorded and patched file: it tells whether one was written
+    since, also with the same content. `newest`: the one written last.
     """
-    versions, damaged, owners = {}, {}, {}
+    versions, damaged, owners, written = {}, {}, {}, {}
     for info in sorted(glob.glob(os.path.join(glob.escape(site), "*.dist-info"))):
         name, _, version = os.path.basename(info)[: -len(".dist-info")].rpartition("-")
         name = canonical(name)
@@ -138,6 +157,7 @@ def distributions(site, patched, deep_cache=None, hashes=True):
         except OSError:
             damage(path, "lacks %s" % path)
             continue
+        written[path] = [found.st_size, found.st_mtime_ns]
         sizes = [size for size, _ in recorded.values()]
         if found.st_size not in sizes and None not in sizes:
             said = " or ".join(map(str, sizes))
@@ -145,13 +165,21 @@ def distributions(site, patched, deep_cache=None, hashes=True):
         elif hashes and all(digest for _, digest in recorded.values()):
             stats[path] = [found.st_size, found.st_mtime_ns, found.st_ino]
     if deep_cache:
-        read = hash_deep(site, stats, deep_cache)
+        read = hash_deep(site, stats, deep_cache, REQUEST["remember"])
     else:
         read = hash_files(site, [path for path in stats if path.endswith(TEXT)])
     for path, digest in read.items():
         if digest not in [recorded for _, recorded in owners[path].values()]:
             damage(path, "%s has another content than recorded" % path)
-    return versions, damaged
+    for path in patched:
+        try:
+            found = os.stat(os.path.join(site, path))
+        except OSError:
+            continue
+        written[path] = [found.st_size, found.st_mtime_ns]
+    newest = max(written, key=lambda path: (written[path][1], path), default=None)
+    text = json.dumps(written, sort_keys=True).encode()
+    return versions, damaged, {"digest": hashlib.sha256(text).hexdigest(), "newest": newest}
 
 
 def venv(path, patched, deep_cache=None, hashes=True):
@@ -165,8 +193,8 @@ def venv(path, patched, deep_cache=None, hashes=True):
     site = os.path.join(path, "lib", "python" + ".".join(version.split(".")[:2]), "site-packages")
     if not os.path.exists(os.path.join(path, "bin", "python")) or not os.path.isdir(site):
         return None
-    versions, damaged = distributions(site, set(patched), deep_cache, hashes)
-    return {"python": version, "site": site, "distributions": versions, "damaged": damaged}
+    versions, damaged, written = distributions(site, set(patched), deep_cache, hashes)
+    return {"python": version, "site": site, "distributions": versions, "damaged": damaged, "written": written}
 
 
 def interpreter(wanted, path):
@@ -178,7 +206,7 @@ def interpreter(wanted, path):
         code = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
         try:
             done = subprocess.run(
-                [where, "-I", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20
+                [where, "-IB", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20
             )
         except (OSError, subprocess.TimeoutExpired):
             continue
@@ -258,7 +286,16 @@ def server(root, unit):
     known += [systemd_status(each) for each in sorted(units, key=lambda each: each != unit)]
     known = [each for each in known if each]
     running = [each for each in known if each["pid"]]
-    nobody = {"manager": None, "unit": None, "status": None, "pid": None, "cgroup": None, "restarts": None}
+    nobody = {
+        "manager": None,
+        "unit": None,
+        "status": None,
+        "pid": None,
+        "cgroup": None,
+        "restarts": None,
+        "enabled": None,
+    }
+    nobody.update(dropins=[], stale=False)
     kept = (running or known or [nobody])[0]
     recorded = server_processes(record)
     ours = {*recorded, *(cgroup_processes(kept["cgroup"]) if kept["cgroup"] else []), kept["pid"]}
@@ -278,8 +315,62 @@ def server(root, unit):
         "family": sorted(pid for pid in {*marked, *ours} - orphans if pid and process(pid)),
         "orphans": [{"pid": pid, "command": command_line(pid)[:80]} for pid in sorted(orphans)],
         "units": units,
+        "enabled": kept["enabled"],
+        "dropins": kept["dropins"],
+        "stale": kept["stale"],
+        "differs": differs(kept["pid"]) if kept["pid"] else [],
         "health": http_status("/health", HEALTH_TIMEOUT_S) if ready else None,
     }
+
+
+def words_of(pid, name):
+    """The NUL-separated words of a process's cmdline or environ, or None."""
+    try:
+        with open("/proc/%d/%s" % (pid, name), "rb") as handle:
+            return handle.read().decode("utf-8", "replace").rstrip("\0").split("\0")
+    except OSError:
+        return None
+
+
+def pairs(argv):
+    """{"--flag": [values]} of the words after the module's name."""
+    found, flag = {}, None
+    for word in argv:
+        if word.startswith("--"):
+            flag, _, value = word.partition("=")
+            found[flag] = [value] if value else []
+        elif flag:
+            found[flag].append(word)
+    return found
+
+
+def differs(pid):
+    """In which arguments and variables the server's process is not what the launch script starts. Of what nobody has
+    declared only the name is told: a value may be a secret. Nothing while the script itself still runs.
+    """
+    wanted = REQUEST["run"]
+    argv, environ = words_of(pid, "cmdline"), words_of(pid, "environ")
+    if not argv or environ is None or os.path.basename(argv[0]) == "bash":
+        return []
+    if argv[1:3] != ["-m", wanted["module"]]:
+        return ["its command is %s, not %s" % (" ".join(argv[:3])[:80], wanted["module"])]
+    expected, found, said = pairs(wanted["argv"]), pairs(argv[3:]), []
+    for flag in sorted({*expected, *found}):
+        if flag not in found:
+            said.append("%s is missing" % " ".join([flag, *expected[flag]]))
+        elif flag not in expected:
+            said.append("%s is not in it" % flag)
+        elif expected[flag] != found[flag]:
+            said.append("%s is %s, not %s" % (flag, " ".join(found[flag]), " ".join(expected[flag])))
+    env = dict(each.split("=", 1) for each in environ if "=" in each)
+    for name, value in sorted(wanted["env"].items()):
+        if name not in env:
+            said.append("variable %s is missing" % name)
+        elif env[name] != value:
+            said.append("variable %s is %s, not %s" % (name, env[name][:80], value))
+    known = {*wanted["env"], *wanted["names"], "PWD", "SHLVL", "_", "OLDPWD"}
+    said += ["variable %s is not in it" % name for name in sorted({*env} - known)]
+    return said
 
 
 def supervised(pid, ours):
@@ -337,7 +428,7 @@ def main():
     patched = sorted(set(REQUEST["patched"]) | set(manifest))
     deep_cache = os.path.join(root, "run", "integrity.json") if REQUEST["deep"] else None
     answer = {
-        "version": 4,
+        "version": 5,
         "python": "%d.%d.%d" % sys.version_info[:3],
         "uid": os.geteuid(),
         "machine": os.uname().machine,
@@ -345,6 +436,9 @@ def main():
         "system_owners": {path: owner(path) for path in REQUEST["system_files"]},
         "model_manifest": read_json(os.path.join(root, "run", "model.json")),
         "root_writable": os.access(disk, os.W_OK),
+        "unreadable": unreadable(
+            [root, *REQUEST["folders"], *REQUEST["files"], REQUEST["venv"], REQUEST["tools"], REQUEST["model"]["path"]]
+        ),
         "ensurepip": has_ensurepip,
         "commands": {name: shutil.which(name) for name in REQUEST["commands"]},
         "interpreter": interpreter(REQUEST["python"], REQUEST["interpreter"]),
@@ -364,6 +458,7 @@ def main():
         "logrotate_owner": owner("/etc/logrotate.d/%s" % REQUEST["unit"]),
         "caches": listing(os.path.join(root, "cache")),
         "state": read_json(os.path.join(root, "state.json")),
+        "deployed": read_json(os.path.join(root, "run", "deployed.json")),
         "results": results(os.path.join(root, "results")),
     }
     site = answer["venv"]["site"] if answer["venv"] else None

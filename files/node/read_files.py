@@ -1,11 +1,11 @@
-"""Print the text files of a folder as one JSON: {name: text}. REQUEST: folder, names."""
+"""Print text files as one JSON: {path: text}. REQUEST: paths."""
 
 
 def main():
     found = {}
-    for name in REQUEST["names"]:
-        with open(os.path.join(REQUEST["folder"], os.path.basename(name)), encoding="utf-8") as handle:
-            found[name] = handle.read()
+    for path in REQUEST["paths"]:
+        with open(path, encoding="utf-8", errors="replace") as handle:
+            found[path] = handle.read()
     print(json.dumps(found))
 
 

@@ -1,9 +1,9 @@
 """Start, stop and await the server that supervisor or systemd keeps, printing what happens as it happens.
 
-REQUEST: root, actions (of "stop", "start", "adopt", "wait", "retire", "roll_back" and "shut_down", in order), attempt
-(a name for it), saw (started_at of the record that was observed, "*" for any), manager ("supervisor" or "systemd"),
-unit, address, port, script, log, tier, runs_on, conf, files (what the server is started from), deadline_s, seen and
-never (regular expressions over the log since this start), phases [[regular expression, words]].
+REQUEST: root, actions (of "stop", "start", "enable", "adopt", "wait", "retire", "roll_back" and "shut_down", in order),
+attempt (a name for it), saw (started_at of the record that was observed, "*" for any), manager ("supervisor" or
+"systemd"), unit, address, port, script, log, tier, runs_on, conf, files (what the server is started from), deadline_s,
+seen and never (regular expressions over the log since this start), phases [[regular expression, words]].
 
 run/server.json is the record of the server that was started last; run/ready.json what it was started from, once it was
 ready; run/previous.json that of the server before it, until the new one is ready; run/failure.json the last failure.
@@ -95,6 +95,9 @@ class Supervisor:
     def settled(self):
         return (self.seen() or {"status": ""})["status"] != "STOPPING"
 
+    def enable(self):
+        """supervisord does not start at boot."""
+
     def keep_down(self):
         """supervisord starts nothing by itself."""
 
@@ -134,6 +137,13 @@ class Systemd:
 
     def settled(self):
         return not (self.seen() or {"status": ""})["status"].startswith("deactivating")
+
+    def enable(self):
+        """Have the unit read anew, and started at boot; what runs is left alone."""
+        systemctl("daemon-reload")
+        code, said = systemctl("enable", self.unit)
+        if code:
+            fail("systemctl enable %s: %s" % (self.unit, said))
 
     def keep_down(self):
         systemctl("disable", self.unit)
@@ -522,8 +532,8 @@ def main():
     if overtaken():
         return
     actions = {
-        "stop": stop, "start": start, "adopt": adopt, "wait": wait, "retire": retire, "roll_back": roll_back,
-        "shut_down": shut_down,
+        "stop": stop, "start": start, "enable": lambda: declared().enable(), "adopt": adopt, "wait": wait,
+        "retire": retire, "roll_back": roll_back, "shut_down": shut_down,
     }  # fmt: skip
     if REQUEST["actions"] != ["roll_back"]:
         remove(FAILURE)

@@ -362,7 +362,9 @@ def test_prune_caches(collect: Collect) -> None:
 
 def test_record(collect: Collect) -> None:
     (command,) = collect(service.record, LAB, EMPTY)
-    (row,) = request_of(command, "write_files")["files"]
+    kept, row = request_of(command, "write_files")["files"]
+    assert (kept["path"], kept["mode"]) == (f"{ROOT}/run/deployed.json", 0o600), "first: state.json says it is done"
+    assert json.loads(kept["text"]) == LAB.declared
     state = json.loads(row["text"])
     assert row["path"] == f"{ROOT}/state.json" and state["spec_digest"] == LAB.spec_digest
     assert re.fullmatch(r"[0-9a-f]{40}\+?|unknown", state["revision"])

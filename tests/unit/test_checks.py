@@ -588,7 +588,8 @@ def test_a_setting_that_never_settles_excuses_no_other_must_before_a_start() -> 
     spec = gpu_spec(stages=["system", "service"])
     state = settled_state(spec, server=STOPPED)
     state = reading("sysctls", lambda d: d.update({"kernel.numa_balancing": "1"}))(BROKEN["gpu-mig"][0](state))
-    (change,) = plan(spec, state).of(p.SERVER)
+    missing, change = plan(spec, state).of(p.SERVER)
+    assert str(missing) == "tier baseline: expected serving, found not running"
     assert change.blocked and "gpu-mig: expected MIG is off" in str(change) and "numa-balancing" not in str(change)
 
 
@@ -596,7 +597,7 @@ def test_the_server_is_not_started_while_a_must_fails() -> None:
     """What the system stage could not mend (a toolkit that no repository has) is seen before a launch."""
     state = BROKEN["nvcc"][0](settled_state(GPU, server=STOPPED, systemd=True))
     spec = gpu_spec(stages=["service"])
-    (change,) = plan(spec, state).of(p.SERVER)
+    *_, change = plan(spec, state).of(p.SERVER)
     assert change.blocked and "not started" in str(change) and "nvcc: expected" in str(change)
     assert not plan(GPU, settled_state(GPU, systemd=False)).of(p.SERVER)
 
@@ -604,7 +605,7 @@ def test_the_server_is_not_started_while_a_must_fails() -> None:
 def test_kernels_are_checked_before_a_launch() -> None:
     spec = gpu_spec(stages=["service"])
     state = seen(settled_state(GPU, server=STOPPED), "kernels", COVERING | {"torch/lib/libtorch_cuda.so": [90]})
-    (change,) = plan(spec, state).of(p.SERVER)
+    _, change = plan(spec, state).of(p.SERVER)
     assert change.blocked and "kernels-cover: expected kernels for compute capability 12.0" in str(change)
 
 
