@@ -1,5 +1,6 @@
 # Two commands do everything: `make lab` and `make test`. `make help` lists the rest.
 PYTHON ?= python3
+N ?= 3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := 1
 
@@ -27,7 +28,16 @@ lab: venv  ## this machine as a node: install, patch, serve and benchmark (about
 .PHONY: lab-down
 lab-down: venv  ## stop the lab's server and remove .lab/
 	@test ! -d .lab/node || $(BIN)/pyinfra inventory/lab.py stop.py -y
+	@test ! -d .lab/fleet || $(BIN)/python -m tests.fleet.nodes down
 	rm -rf .lab
+
+.PHONY: fleet
+fleet: venv  ## N=3 Debian nodes on this machine, in containers, to deploy to over SSH (needs root)
+	@$(BIN)/python -m tests.fleet.nodes up $(N)
+
+.PHONY: fleet-down
+fleet-down: venv  ## power the fleet off, remove it and all that it set up
+	@$(BIN)/python -m tests.fleet.nodes down
 
 .PHONY: test
 test: .venv/requirements-dev  ## every test: unit, operations, lab

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,56 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuwright import REPOSITORY
-
-PACKAGES = "systemd,systemd-sysv,dbus,openssh-server,python3,libnuma1,logrotate,iproute2,procps,g++,openssl"
-BASE = REPOSITORY / ".lab" / "debian"
-
-
-def reason_to_skip() -> str | None:
-    """Why this machine cannot boot a container, or None."""
-    if os.geteuid() != 0:
-        return "needs root, to boot a container"
-    for tool in ("systemd-nspawn", "debootstrap", "ssh"):
-        if not shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin"):
-            return f"needs {tool} (systemd-container, debootstrap, openssh-client)"
-    return None if _mirror() else "needs Debian's package sources in /etc/apt, for debootstrap"
-
-
-def _mirror() -> str | None:
-    """This machine's own Debian mirror."""
-    for path in [Path("/etc/apt/sources.list"), *Path("/etc/apt/sources.list.d").glob("*")]:
-        if path.suffix in (".list", ".sources") and path.is_file():
-            for line in path.read_text().splitlines():
-                words = line.split()
-                for word in words[1:] if words[:1] in (["deb"], ["URIs:"]) else []:
-                    if word.startswith("http") and word.rstrip("/").endswith("/debian"):
-                        return word
-    return None
-
-
-def base() -> Path:
-    """A pristine tree, made once: about a minute and 300 MB."""
-    made_of = BASE / "made-of"
-    if not made_of.exists() or made_of.read_text() != PACKAGES:
-        mirror = _mirror()
-        assert mirror is not None
-        command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(BASE), mirror]
-        for _ in range(2):  # a mirror may answer badly once
-            shutil.rmtree(BASE, ignore_errors=True)
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode == 0:
-                break
-        assert done.returncode == 0, done.stdout[-3000:]
-        made_of.write_text(PACKAGES)
-    return BASE
-
-
-def refusal() -> str | None:
-    """What keeps this machine from starting any container, such as a sandbox without namespaces, or None."""
-    command = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", f"--directory={base()}", "/bin/true"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    return None if done.returncode == 0 else f"this machine starts no container: {done.stderr.strip()[-300:]}"
+from tests.debian import base
+from tests.debian import reason_to_skip as reason_to_skip
+from tests.debian import refusal as refusal
 
 
 @dataclass
