@@ -21,6 +21,9 @@ def ask_canary(spec: NodeSpec) -> Commands:
     if not canaries or host.name in canaries:
         host.noop("this host is a canary" if canaries else "there is no group canary in this inventory")
         return
+    if not spec.data.serve:
+        host.noop("this host does not serve, so there is nothing that a canary could have measured")
+        return
     found = observed(spec)
     if found is not None and (found.state or {}).get("spec_digest") == spec.spec_digest:
         host.noop("nothing new would be deployed here")
