@@ -368,7 +368,7 @@ def record_state(spec: NodeSpec, found: NodeState, revision: str, at: str) -> li
 def benchmark(spec: NodeSpec, run_id: str, runs_on: dict[str, str]) -> NodeCommand:
     """Measure the running server; raw files and a summary stay on the node under results/raw/<run_id>.
 
-    `runs_on`: what the server must have been started on (plan.runs_on); another is not measured.
+    `runs_on`: what the observed server was started on (plan.runs_on); another is not measured.
     """
     request = {
         "tier": spec.tier.name,

@@ -565,7 +565,7 @@ def _file_changes(step: str, files: Iterable[NodeFile], state: NodeState) -> Ite
             yield Change(step, file.path, wanted, found, keys=keys, holds=holds)
 
 
-INSTALLED = "installed files"  # as runs_on calls when each of the venv's files was written
+INSTALLED, TIMES = "installed files", "times of the installed files"  # two of what a server runs on
 
 
 def runs_on(spec: NodeSpec, state: NodeState) -> dict[str, str]:
@@ -596,7 +596,8 @@ def runs_on(spec: NodeSpec, state: NodeState) -> dict[str, str]:
         "supervisor's configuration": content(unit.path),
         "secrets": digest(content(spec.paths.secrets_file, spec.paths.secrets_env)),
         "model": digest(model),
-        INSTALLED: state.venv.written.digest if state.venv else "absent",
+        INSTALLED: state.venv.installed.content if state.venv else "absent",
+        TIMES: state.venv.installed.times if state.venv else "absent",
     }
 
 
@@ -668,10 +669,13 @@ def _as_started(spec: NodeSpec, state: NodeState, name: str) -> bool:
 
 def _changed_since(spec: NodeSpec, state: NodeState) -> list[str]:
     """What of runs_on is another than what the server was started on. A file that was only edited under it is not: the
-    step that the file belongs to puts it back.
+    step that the file belongs to puts it back. When installed files were written counts for a server that was started
+    by another than a deploy: it may have loaded what nobody sees any more.
     """
-    then, now = (state.server.record or {}).get("runs_on") or {}, runs_on(spec, state)
-    return [name for name in now if now[name] != then.get(name) and not _as_started(spec, state, name)]
+    record, now = state.server.record or {}, runs_on(spec, state)
+    then, own = record.get("runs_on") or {}, state.server.pid == record.get("pid")
+    changed = [name for name in now if now[name] != then.get(name) and not _as_started(spec, state, name)]
+    return [name for name in changed if name != TIMES or not (own or INSTALLED in changed)]
 
 
 def _idle(spec: NodeSpec, state: NodeState) -> Iterable[Change]:
@@ -700,7 +704,7 @@ def _serving(spec: NodeSpec, state: NodeState, pending: list[str]) -> Iterable[C
     if pending or changed:
         said = ", ".join(dict.fromkeys([*pending, *changed]))
         if INSTALLED in changed and state.venv:
-            said = said.replace(INSTALLED, f"{INSTALLED} ({state.venv.written.newest} was written last)")
+            said = said.replace(INSTALLED, f"{INSTALLED} ({state.venv.installed.newest} was written last)")
         of = "" if pending else " what changed since it was started"
         what = f"restart tier {tier}, because of{of}: {said}"
         yield Change(SERVER, what, follows=not changed, keys=_moved_by(spec, state, changed))
@@ -731,6 +735,7 @@ def _moved_by(spec: NodeSpec, state: NodeState, changed: list[str]) -> tuple[str
         "secrets": [f"file {file.path}" for file in spec.secret_files],
         "model": ["model"],
         INSTALLED: [] if {"runtime", "patches"} & set(changed) else [INSTALLED],  # a new runtime writes files
+        TIMES: [TIMES],
     }
     return tuple(key for name in changed for key in keys[name])
 

@@ -44,10 +44,11 @@ class SeenTools(Seen):
     damaged: dict[str, str]
 
 
-class SeenWritten(Seen):
-    """When the installed files were written: a digest over size and time of each, and the path of the newest."""
+class SeenInstalled(Seen):
+    """The installed files: digests over the content of each and over their times of writing; the path of the newest."""
 
-    digest: str
+    content: str
+    times: str
     newest: str | None
 
 
@@ -58,7 +59,7 @@ class SeenVenv(Seen):
     site: str
     distributions: dict[str, str]
     damaged: dict[str, str]
-    written: SeenWritten
+    installed: SeenInstalled
 
 
 class SeenModelFile(Seen):

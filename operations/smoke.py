@@ -17,7 +17,7 @@ from pyinfra.api.state import State
 
 from gpuwright import compare, gates, node
 from gpuwright.errors import GpuwrightError
-from gpuwright.plan import GATE, SMOKE, runs_on
+from gpuwright.plan import GATE, SMOKE
 from gpuwright.preflight import shell_failure
 from gpuwright.record import RESULTS, dump, folder_name, make_record, read_records, table
 from gpuwright.spec import NodeFile, NodeSpec
@@ -66,7 +66,8 @@ def gate(spec: NodeSpec) -> Commands:
 def measure(state: State, host: Host, spec: NodeSpec, observed: NodeState) -> bool:
     """Run, judge, record on both sides, print the tables. False when the result is rejected."""
     run_id = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{spec.tier.name}-{spec.spec_digest[:8]}"
-    if not run(host, node.benchmark(spec, run_id, runs_on(spec, observed)), print_output=True)[0]:
+    started_on = (observed.server.record or {}).get("runs_on", {})
+    if not run(host, node.benchmark(spec, run_id, started_on), print_output=True)[0]:
         return False
     path = node.summary_path(spec, run_id)
     fetched, text = run(host, node.read_files([path]))

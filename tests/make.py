@@ -20,6 +20,7 @@ from gpuwright.state import (
     Reading,
     SeenFile,
     SeenFolder,
+    SeenInstalled,
     SeenInterpreter,
     SeenModel,
     SeenModelFile,
@@ -27,7 +28,6 @@ from gpuwright.state import (
     SeenServer,
     SeenTools,
     SeenVenv,
-    SeenWritten,
 )
 from tests.machines import blackwell, readings
 
@@ -179,7 +179,7 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
             site=f"{spec.paths.venv}/lib/python{spec.data.python}/site-packages",
             distributions=dict(spec.lock.versions),
             damaged={},
-            written=SeenWritten(digest="w" * 64, newest="torch/__init__.py"),
+            installed=SeenInstalled(content="c" * 64, times="t" * 64, newest="torch/__init__.py"),
         ),
         stamps={
             "runtime": {"value": spec.runtime_stamp, "at": "then"},

@@ -116,17 +116,17 @@ def hash_deep(site, stats, cache, remember):
 
 
 def distributions(site, patched, deep_cache=None, hashes=True):
-    """({name: version}, {name: what is damaged}, {"digest", "newest"}) of a site-packages folder.
+    """({name: version}, {name: what is damaged}, {"content", "times", "newest"}) of a site-packages folder.
 
     Damaged: no RECORD, no INSTALLER (uv writes it last, so its absence means a killed installation), a recorded file
     that is missing, not of the recorded size or not of the recorded sha256, or a second copy of the metadata. `patched`
     files are not looked at. Where several distributions bring the same file (flashinfer and torch-c-dlpack-ext each
     bring a build_backend.py) the one installed last wins, and its content is right for all of them.
 
-    The digest is over size and time of writing of every recorded and patched file: it tells whether one was written
-    since, also with the same content. `newest`: the one written last.
+    Two digests over every recorded and patched file: of its content (of one that is not text its size and time stand
+    for it, however deep the reading), and of its time of writing. `newest`: the file written last.
     """
-    versions, damaged, owners, written = {}, {}, {}, {}
+    versions, damaged, owners, times, content = {}, {}, {}, {}, {}
     for info in sorted(glob.glob(os.path.join(glob.escape(site), "*.dist-info"))):
         name, _, version = os.path.basename(info)[: -len(".dist-info")].rpartition("-")
         name = canonical(name)
@@ -157,7 +157,8 @@ def distributions(site, patched, deep_cache=None, hashes=True):
         except OSError:
             damage(path, "lacks %s" % path)
             continue
-        written[path] = [found.st_size, found.st_mtime_ns]
+        times[path] = found.st_mtime_ns
+        content[path] = "%d %d" % (found.st_size, found.st_mtime_ns)
         sizes = [size for size, _ in recorded.values()]
         if found.st_size not in sizes and None not in sizes:
             said = " or ".join(map(str, sizes))
@@ -171,15 +172,22 @@ def distributions(site, patched, deep_cache=None, hashes=True):
     for path, digest in read.items():
         if digest not in [recorded for _, recorded in owners[path].values()]:
             damage(path, "%s has another content than recorded" % path)
+        if digest and path.endswith(TEXT):
+            content[path] = digest
     for path in patched:
         try:
-            found = os.stat(os.path.join(site, path))
+            times[path] = os.stat(os.path.join(site, path)).st_mtime_ns
+            content[path] = sha256_of(os.path.join(site, path))
         except OSError:
             continue
-        written[path] = [found.st_size, found.st_mtime_ns]
-    newest = max(written, key=lambda path: (written[path][1], path), default=None)
-    text = json.dumps(written, sort_keys=True).encode()
-    return versions, damaged, {"digest": hashlib.sha256(text).hexdigest(), "newest": newest}
+    newest = max(times, key=lambda path: (times[path], path), default=None)
+    return versions, damaged, {"content": digest_of(content), "times": digest_of(times), "newest": newest}
+
+
+def digest_of(values):
+    """The sha256 of a mapping, in hex."""
+    lines = ["%s %s\n" % (name, values[name]) for name in sorted(values)]
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def venv(path, patched, deep_cache=None, hashes=True):
@@ -193,8 +201,8 @@ def venv(path, patched, deep_cache=None, hashes=True):
     site = os.path.join(path, "lib", "python" + ".".join(version.split(".")[:2]), "site-packages")
     if not os.path.exists(os.path.join(path, "bin", "python")) or not os.path.isdir(site):
         return None
-    versions, damaged, written = distributions(site, set(patched), deep_cache, hashes)
-    return {"python": version, "site": site, "distributions": versions, "damaged": damaged, "written": written}
+    versions, damaged, installed = distributions(site, set(patched), deep_cache, hashes)
+    return {"python": version, "site": site, "distributions": versions, "damaged": damaged, "installed": installed}
 
 
 def interpreter(wanted, path):

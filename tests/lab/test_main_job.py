@@ -86,7 +86,7 @@ def test_killed_between_patch_and_rename(lab: Lab, tmp_path: Path) -> None:
         "exec(compile(sys.stdin.read(), '<stdin>', 'exec'))\n"
     )
     killer.write_text(
-        f'#!/bin/sh\ncase "$*" in "-I -u -") exec {sys.executable} -I -u -c {_quoted(code)};; esac\n'
+        f'#!/bin/sh\ncase "$*" in "-IBu -") exec {sys.executable} -IBu -c {_quoted(code)};; esac\n'
         f'exec {sys.executable} "$@"\n'
     )
     killer.chmod(0o755)

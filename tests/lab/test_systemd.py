@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
+from gpuwright.drift import Report
 from tests.lab import container
 from tests.lab.conftest import RESULTS, Lab, Run, ok
 from tests.lab.test_server import healthy, within
@@ -111,6 +114,40 @@ def test_the_server_of_a_unit_is_benchmarked_over_ssh(node: Node) -> None:
 def test_a_second_deploy_changes_nothing(node: Node) -> None:
     pid = node.show("MainPID")
     assert ok(node.deploy()).changed == [] and node.show("MainPID") == pid
+
+
+def verdict(node: Node) -> tuple[int, list[str]]:
+    """check.py's exit code, and what it found."""
+    data = ["--data", f"root={node.lab.root}", "--data", f"port={node.lab.port}", "--data", STAGES]
+    done = subprocess.run(
+        [sys.executable, "check.py", str(node.inventory), *data, "-q", "--json", "-"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    (host,) = Report.model_validate_json(done.stdout).hosts
+    return done.returncode, [f"{each.kind} {each.stage}: {each}" for each in host.findings]
+
+
+def test_what_was_done_to_the_unit_by_hand_is_drift(node: Node) -> None:
+    pid = node.show("MainPID")
+    assert verdict(node) == (0, [])
+    node.machine.run(f"systemctl disable {UNIT}")
+    assert verdict(node) == (2, [f"corrective service: unit {UNIT}: expected started at boot, found not enabled"])
+    assert ok(node.deploy()).changed == [p.SERVER] and verdict(node) == (0, [])
+    drop_in = f"/etc/systemd/system/{UNIT}.service.d/override.conf"
+    write = f"mkdir -p $(dirname {drop_in}) && printf '[Service]\nEnvironment=X=1\n' >{drop_in}"
+    node.machine.run(f"{write} && systemctl daemon-reload")
+    code, (found,) = verdict(node)
+    assert code == 2 and found == f"corrective service: {drop_in} changes the unit, and is not of gpuwright"
+    refused = node.deploy()
+    assert refused.code == 1 and f"-> systemctl revert {UNIT}" in refused.said
+    node.machine.run(f"rm -r $(dirname {drop_in}) && systemctl daemon-reload")
+    assert verdict(node) == (0, [])
+    unit = f"/etc/systemd/system/{UNIT}.service"
+    node.machine.run(f"cp -p {unit} /tmp/unit && echo '# by hand' >>{unit}")
+    code, found = verdict(node)
+    assert code == 2 and found[0].startswith(f"corrective service: {unit}: expected sha256")
+    assert ok(node.deploy()).changed == [p.CONFIGURE, p.SERVER], "and systemd is told to read it"
+    assert verdict(node) == (0, []) and node.show("MainPID") == pid, "all the while the same server"
 
 
 def test_a_tier_that_crashes_is_diagnosed_and_the_unit_before_it_serves_again(node: Node) -> None:

@@ -43,6 +43,11 @@ def server(state: NodeState, **changed: Any) -> NodeState:
     return state.model_copy(update={"server": state.server.model_copy(update=changed)})
 
 
+def installed(state: NodeState, **changed: str) -> NodeState:
+    assert state.venv is not None
+    return venv(state, installed=state.venv.installed.model_copy(update=changed))
+
+
 def without(state: NodeState, name: str) -> NodeState:
     assert state.venv is not None
     return venv(state, distributions={k: v for k, v in state.venv.distributions.items() if k != name})
@@ -99,8 +104,8 @@ MOVED: dict[str, tuple[str, Callable[[NodeState], NodeState], str]] = {
     "server of other arguments": (
         "service", lambda s: server(s, differs=["--port is 1, not 31000"]), "found --port is 1, not 31000"
     ),
-    "files written since it was started": (
-        "service", lambda s: venv(s, written=s.venv.written.model_copy(update={"digest": "x"})),  # type: ignore[union-attr]
+    "other files than it was started on": (
+        "service", lambda s: installed(s, content="x", times="x"),
         "since it was started: installed files (torch/__init__.py was written last)",
     ),
     "started by another": ("service", lambda s: server(s, pid=7), "pid 7, started again by supervisor"),
@@ -393,3 +398,13 @@ def test_a_spec_is_held_against_the_stages_that_a_deploy_had() -> None:
     assert plan(spec, state).of(p.RECORD) == []
     (change,) = plan(LAB, state).of(p.RECORD)
     assert change.keys == ("venv",)
+
+
+def test_files_that_were_only_written_again_do_not_restart_the_server_that_was_started_before() -> None:
+    written = installed(SETTLED, times="x")
+    assert findings(LAB, written) == [] and p.server_actions(LAB, written) == []
+    again = server(written, pid=7)
+    assert p.server_actions(LAB, again) == ["stop", "start", "wait"], "who knows what it has loaded"
+    (found,) = findings(LAB, again)
+    assert found.kind == "corrective" and str(found).endswith("since it was started: times of the installed files")
+    assert p.server_actions(LAB, server(SETTLED, pid=7)) == ["adopt", "wait"]
