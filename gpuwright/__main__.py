@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpuwright import REPOSITORY, checks, compare, diagnose, evidence, series, tiers
+from gpuwright import REPOSITORY, checks, compare, diagnose, drift, evidence, series, tiers
 from gpuwright.acceptance import judge_file
 from gpuwright.catalogue import Stack, flags_path, load_catalogue
 from gpuwright.cli import Parser
@@ -73,9 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.command == "flags":
             flags(_stacks(options.stacks))
         elif options.command == "schema":
-            SCHEMA.parent.mkdir(exist_ok=True)
-            SCHEMA.write_text(schema(), encoding="utf-8")
-            print(f"wrote {shown(SCHEMA)}")
+            for path, text in ((SCHEMA, schema()), (drift.SCHEMA, drift.schema())):
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+                print(f"wrote {shown(path)}")
         elif options.command == "judge":
             return judge_command(options)
         elif options.command == "compare":
@@ -209,7 +210,7 @@ def _benchmark_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     report.add_argument("--results", type=Path, default=RESULTS, help="the folder of records (default: results/)")
     report.add_argument("--output", type=Path, default=Path("report.html"), help="default: report.html")
-    commands.add_parser("schema", help="write the JSON schema of benchmark records to docs/schema/")
+    commands.add_parser("schema", help="write the JSON schemas of records and drift reports to docs/schema/")
 
 
 def judge_command(options: argparse.Namespace) -> int:

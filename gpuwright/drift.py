@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from gpuwright import REPOSITORY
 from gpuwright.hostdata import STAGES
 from gpuwright.plan import (
     APPLY,
@@ -38,6 +40,7 @@ from gpuwright.preflight import before_install
 from gpuwright.spec import NodeFile, NodeSpec
 from gpuwright.state import NodeState
 
+SCHEMA = REPOSITORY / "docs" / "schema" / "drift-report-1.json"
 CONVERGE = STAGES[:-1]  # all but smoke, which is the only one that may load a node
 Kind = Literal["corrective", "intentional", "unknown"]
 Status = Literal["clean", "drift", "error"]
@@ -272,6 +275,6 @@ def as_json(report: Report) -> str:
     return report.model_dump_json(indent=1) + "\n"
 
 
-def schema() -> dict[str, Any]:
-    """The JSON schema of a report."""
-    return Report.model_json_schema()
+def schema() -> str:
+    """The JSON schema of a report, as docs/schema/ has it."""
+    return json.dumps(Report.model_json_schema(mode="serialization"), indent=1) + "\n"

@@ -708,9 +708,12 @@ def _serving(spec: NodeSpec, state: NodeState, pending: list[str]) -> Iterable[C
         of = "" if pending else " what changed since it was started"
         what = f"restart tier {tier}, because of{of}: {said}"
         yield Change(SERVER, what, follows=not changed, keys=_moved_by(spec, state, changed))
-    elif server.differs:
+    differs = server.differs and "launch script" not in (*pending, *changed)  # of which it would only follow
+    if differs:
         found = "; ".join(server.differs[:4]) + (f" and {len(server.differs) - 4} more" if server.differs[4:] else "")
         yield Change(SERVER, f"tier {tier}, pid {server.pid}", "what its launch script starts", found)
+    if pending or changed or differs:
+        pass
     elif server.pid != record.get("pid"):
         again = f"pid {server.pid}, started again by {server.manager} after a crash or a reboot"
         yield Change(SERVER, f"take over tier {tier}", f"pid {record.get('pid')}, as started", again)

@@ -119,20 +119,20 @@ def test_a_process_of_other_arguments_and_variables_than_its_script_is_drift_and
     script.write_text(edited)
     control = [node.root / "tools" / "bin" / "supervisorctl", "-c", node.root / "run" / "supervisord.conf"]
     subprocess.run([*control, "stop", "sglang-server"], check=True, capture_output=True)
-    subprocess.Popen([*control, "start", "sglang-server"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    starting = subprocess.Popen([*control, "start", "sglang-server"], stdout=subprocess.DEVNULL)  # waits until it is up
 
     def engine() -> bool:
         pid = node.pid()
         return pid != before and pid > 0 and b"sglang.launch_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
     assert within(30, engine)
+    starting.terminate()
+    starting.wait()
     script.write_text(ours)
     script.chmod(0o755)
     code, verdict = check(node)
-    (found,) = said(verdict)
-    assert code == 2 and found.startswith(
-        f"corrective service: tier baseline, pid {node.pid()}: expected what its launch"
-    )
+    found = said(verdict)[-1]
+    assert code == 2 and found.startswith(f"corrective service: tier baseline, pid {node.pid()}: expected what its")
     assert "--max-total-tokens is 10000, not 20000" in found
     assert "variable OMP_NUM_THREADS is 1, not 2" in found and "variable HF_TOKEN is not in it" in found
     assert "hf_never_shown" not in verdict.model_dump_json()

@@ -332,7 +332,8 @@ def test_prometheus_reads_the_metrics(tmp_path: Path) -> None:
 def test_json_is_what_its_schema_says() -> None:
     text = drift.as_json(report_of(CLEAN, DRIFTED, LOST))
     answer = json.loads(text)
-    jsonschema.validate(answer, drift.schema())
+    jsonschema.validate(answer, json.loads(drift.SCHEMA.read_text()))
+    assert drift.SCHEMA.read_text() == drift.schema(), "run python -m gpuwright schema"
     assert [host["status"] for host in answer["hosts"]] == ["clean", "drift", "error"]
     assert answer["hosts"][1]["findings"][0]["kind"] == "corrective"
     assert Report.model_validate_json(text) == report_of(CLEAN, DRIFTED, LOST)
