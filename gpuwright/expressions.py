@@ -61,6 +61,8 @@ def holds(expression: str, facts: Mapping[str, Any], *, strict: bool = False) ->
 
 def filled(message: str, facts: Mapping[str, Any]) -> str:
     """A message with the facts in it; itself as it is written where one is not there."""
+    if "{" not in message:
+        return message.removesuffix("\n")  # as Jinja has it, which need not be asked for plain text
     try:
         return _message(message).render(**facts)
     except (jinja2.UndefinedError, TypeError, ArithmeticError, ValueError):
@@ -75,11 +77,18 @@ def _tree(text: str, message: bool) -> nodes.Template:
 @cache
 def names_of(text: str, *, message: bool = False) -> frozenset[str]:
     """The facts that an expression, or a `message` with expressions in it, names."""
-    return frozenset(meta.find_undeclared_variables(_tree(text, message)))
+    if message and "{" not in text:
+        return frozenset()
+    tree = _tree(text, message)
+    if "{%" in text:  # which may bind names of its own
+        return frozenset(meta.find_undeclared_variables(tree))
+    return frozenset({each.name for each in tree.find_all(nodes.Name)} - {*_environment().globals})
 
 
 def fields_of(text: str, name: str, *, message: bool = False) -> set[str]:
     """The fields of a fact that it names: {"gpu"} of "want.gpu.count == 8" and "want"."""
+    if message and "{" not in text:
+        return set()
     found = _tree(text, message).find_all(nodes.Getattr)
     return {each.attr for each in found if isinstance(each.node, nodes.Name) and each.node.name == name}
 
@@ -91,11 +100,13 @@ def problems(
 
     `strict`: as it will be judged by `holds`, so that it is compiled once.
     """
+    if message and "{" not in text:
+        return [], None
     try:
         tree = _tree(text, message)
         if not message:
             _compiled(text, strict)
     except jinja2.TemplateSyntaxError as error:
         return [origin.error(loc, f"is not an expression: {error.message}")], None
-    unknown = sorted(meta.find_undeclared_variables(tree) - set(names))
+    unknown = sorted(names_of(text, message=message) - set(names))
     return [origin.error(loc, f'there is no "{name}"', nearest(name, names)) for name in unknown], tree

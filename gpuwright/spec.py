@@ -8,7 +8,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -721,6 +721,7 @@ def _proof(name: str, code: str) -> dict[str, Any]:
     return {"id": name, "code": code, "expect": None}
 
 
+@cache  # so that a template is compiled once, and not for every host
 def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(REPOSITORY / "files" / "templates"),

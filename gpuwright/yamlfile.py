@@ -14,6 +14,7 @@ from gpuwright.errors import InputError, InputErrors, Place, nearest
 
 Loc = tuple[str | int, ...]
 M = TypeVar("M", bound="Row")
+FAST: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, which not every wheel of PyYAML has
 
 
 class Row(BaseModel):
@@ -57,17 +58,24 @@ def read_yaml(path: Path) -> tuple[Any, dict[Loc, int]]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputErrors([InputError(Place(shown(path)), "file", f"cannot be read: {error.strerror}")]) from error
-    loader = yaml.SafeLoader(text)
-    lines: dict[Loc, int] = {}
+    try:
+        try:
+            return _read(path, text, FAST)
+        except yaml.YAMLError:
+            return _read(path, text, yaml.SafeLoader)  # which says more clearly what is wrong
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        raise InputErrors([InputError(Place(shown(path), line), "YAML", error.problem or str(error))]) from error
+
+
+def _read(path: Path, text: str, kind: Any) -> tuple[Any, dict[Loc, int]]:
+    loader, lines = kind(text), dict[Loc, int]()
     try:
         node = loader.get_single_node()
         if node is None:
             raise InputErrors([InputError(Place(shown(path)), "file", "is empty")])
         _walk(path, node, (), lines)
         return loader.construct_document(node), lines
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else None
-        raise InputErrors([InputError(Place(shown(path), line), "YAML", error.problem or str(error))]) from error
     finally:
         loader.dispose()
 
