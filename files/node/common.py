@@ -25,15 +25,16 @@ def sha256_of(path):
 
 
 def read_json(path):
-    """A JSON file's value, or None if it is absent or not JSON (a half-written or foreign file counts as absent).
+    """A file's JSON object, or None if it is absent or holds none (a half-written or foreign file counts as absent).
 
     Only of a regular file: reading a pipe would wait for ever.
     """
     try:
         with open(path if os.path.isfile(path) else os.devnull, "rb") as handle:
-            return json.loads(handle.read())
+            found = json.loads(handle.read())
     except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) else None
 
 
 def write_atomic(path, data, mode=0o644):

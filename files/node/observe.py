@@ -411,6 +411,15 @@ def system_manifest(path):
     return found if whole else None
 
 
+def deployed(path):
+    """What the last deploy of each stage declared, by stage and name, or None where nothing is on record."""
+    found = read_json(path)
+    if found is None:
+        return None
+    stages = {stage: things for stage, things in found.items() if isinstance(things, dict)}
+    return {stage: {name: str(value) for name, value in things.items()} for stage, things in stages.items()}
+
+
 STAMPS = ("runtime", "patches", "config")
 
 
@@ -466,7 +475,7 @@ def main():
         "logrotate_owner": owner("/etc/logrotate.d/%s" % REQUEST["unit"]),
         "caches": listing(os.path.join(root, "cache")),
         "state": read_json(os.path.join(root, "state.json")),
-        "deployed": read_json(os.path.join(root, "run", "deployed.json")),
+        "deployed": deployed(os.path.join(root, "run", "deployed.json")),
         "results": results(os.path.join(root, "results")),
     }
     site = answer["venv"]["site"] if answer["venv"] else None
