@@ -26,10 +26,9 @@ def inventory(tmp_path: Path) -> Path:
     path = tmp_path / "inventory" / "lab.py"
     path.parent.mkdir()
     away = {"ssh_hostname": "127.0.0.1", "ssh_port": 9, "root": "/nonexistent/gpuwright"}
-    path.write_text(
-        f"lab = [('gone-1', {away!r}), ('gone-2', {away!r}), ('@local', {{'root': {str(tmp_path / 'root')!r}, 'port': 1025}})]\n"
-        "canary = ['gone-1']\n"
-    )
+    here = {"root": str(tmp_path / "root"), "port": 1025}
+    hosts = [("gone-1", away), ("gone-2", away), ("@local", here)]
+    path.write_text(f"lab = {hosts!r}\ncanary = ['gone-1']\n")
     return path
 
 
