@@ -479,9 +479,8 @@ def _config(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
     if _has(before, MODEL):
         yield Change(CONFIG, f"{config}: the model changes", follows=True)
     elif _stamp(state, "config") != config_stamp(spec, state):
-        yield Change(
-            CONFIG, config, "read by this transformers", "not read yet", keys=("config", "distribution transformers")
-        )
+        wanted, to_come = "read by this transformers", _has(before, VENV, SYNC)
+        yield Change(CONFIG, config, wanted, "not read yet", follows=to_come, keys=("config",))
 
 
 def config_stamp(spec: NodeSpec, state: NodeState) -> str:

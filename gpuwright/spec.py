@@ -282,13 +282,14 @@ class NodeSpec:
         if self.cuda_stub_source:
             runtime |= _file_keys([self.cuda_stub_source])
         patches = {f"patched {patch.file}": patch.post_sha256[:16] for patch in self.patches}
+        config = [self.lock.sha256, self.data.python, self.config_proofs]
         service = _file_keys(self.service_files) | {"cache": self.runtime_digest[:16], "serve": str(self.data.serve)}
         service |= {"supervisor": self.data.supervisor, "unit": self.data.unit}
         return {
             "system": system,
             "runtime": runtime,
             "patches": patches | {"probes": self.patches_stamp[:16]},
-            "model": {"model": digest(self._served_model)[:16], "config": digest(self.config_proofs)[:16]},
+            "model": {"model": digest(self._served_model)[:16], "config": digest(config)[:16]},
             "launchers": _file_keys([*self.scripts, *self.secret_files]),
             "service": service | {"tier": self.tier.name, "spec": self.spec_digest[:16]},
         }

@@ -190,6 +190,14 @@ def test_a_setting_that_was_taken_out_or_put_in_is_intentional() -> None:
     assert new and {each.kind for each in new} == {"intentional"}
 
 
+def test_another_lock_is_intentional_wherever_it_shows() -> None:
+    lock = replace(LAB.lock, sha256="9" * 64, versions=LAB.lock.versions | {"transformers": "5.3.0"})
+    found = findings(replace(LAB, lock=lock), SETTLED)
+    assert {each.kind for each in found} == {"intentional"}
+    assert "transformers: expected 5.3.0, found 5.2.0" in [str(each) for each in found]
+    assert {each.step for each in found} == {p.SYNC, p.LAUNCHERS, p.PROBE, p.PRUNE}, "the rest follows from these"
+
+
 def test_patches_that_are_no_longer_wanted_are_intentional() -> None:
     none = lab_spec(system={"shared-memory": 1}, patches="none")
     found = [each for each in findings(none, SETTLED) if each.stage == "patches"]
