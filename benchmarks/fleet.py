@@ -15,12 +15,14 @@ import base64
 import contextlib
 import csv
 import datetime
+import fcntl
 import functools
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -435,7 +437,7 @@ def record(part: str, value: dict[str, Any]) -> None:
         "load": [round(each, 2) for each in os.getloadavg()],
         "commit": call("git", "-C", REPOSITORY, "rev-parse", "HEAD"),
     }  # fmt: skip
-    there[part] = {"machine": machine | versions | {"ssh": ssh_version()}, **value}
+    there[part] = there.get(part, {}) | {"machine": machine | versions | {"ssh": ssh_version()}} | value
     path.write_text(json.dumps(there, indent=1) + "\n")
     print(f"written: {path.relative_to(REPOSITORY)}", flush=True)
 
@@ -500,13 +502,13 @@ def sessions(contender: Contender, hosts: Hosts) -> dict[str, float]:
     return {"connections": connections, "sessions": started}
 
 
-def check(repeats: int) -> None:
+def check(repeats: int, counts: Sequence[int]) -> None:
     """One and ten nodes."""
     install_ansible()
-    with nodes(10) as (state, targets):
+    with nodes(max(counts)) as (state, targets):
         found: dict[str, Any] = {"payload_bytes": (WORK / "state" / WHOLE).stat().st_size}
         found["hashed_files"] = len(state.whole()["hashes"])
-        for count in (1, 10):
+        for count in counts:
             hosts = Hosts(f"check-{count}", tuple(targets[:count])).write()
             contenders = ALL if count == 1 else (*FOUR, SCRIPT, MITOGEN_SCRIPT)
             prove(contenders, hosts, state, on_nodes(hosts))
@@ -590,19 +592,18 @@ def free_ports(count: int) -> list[int]:
     sys.exit("no free ports")
 
 
-def delay(repeats: int) -> None:
+def delay(repeats: int, counts: Sequence[int]) -> None:
     """One and ten nodes, 0, 20 and 50 ms away."""
     install_ansible()
-    contenders = (*FOUR, SCRIPT, MITOGEN_SCRIPT)
-    with nodes(10) as (state, targets):
+    with nodes(max(counts)) as (state, targets):
         found: dict[str, Any] = {}
         for rtt in (0, 20, 50):
             with late(targets, rtt) as away:
-                for count in (1, 10):
+                for count in counts:
                     hosts = Hosts(f"delay-{rtt}-{count}", tuple(away[:count])).write()
                     if rtt == 0:
-                        prove(contenders, hosts, state, on_nodes(hosts))
-                    runs = in_turns(contenders, hosts, repeats)
+                        prove(FOUR, hosts, state, on_nodes(hosts))
+                    runs = in_turns(FOUR, hosts, repeats)
                     summary(runs, hosts)
                     found[f"{rtt} ms, {count}"] = raw(runs)
         record("delay", found)
@@ -648,13 +649,13 @@ def children_cpu(pid: int) -> float:
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
-def scale(repeats: int) -> None:
+def scale(repeats: int, counts: Sequence[int]) -> None:
     """1 to 200 addresses: by observing, and by an answer that costs nothing, which leaves what the control side takes.
 
     One deploy's root on this machine; none of its settings is touched, and nothing of it is served.
     """
     install_ansible()
-    names, root = addresses(max(SIZES)), WORK / "scale-root"
+    names, root = addresses(max(counts)), WORK / "scale-root"
     data = {"root": str(root), "port": 31997, "system": {}, "supervisor": "supervisor"}
     shutil.rmtree(root, ignore_errors=True)
     with many(WORK / "scale-sshd", names) as server, contextlib.ExitStack() as stack:
@@ -669,7 +670,7 @@ def scale(repeats: int) -> None:
         replay = f"ForceCommand cat >/dev/null; cat {answer}"
         free = stack.enter_context(many(WORK / "replay-sshd", names, replay))
         found: dict[str, Any] = {}
-        for count in SIZES:
+        for count in counts:
             hosts = Hosts(f"scale-{count}", targets_of(server, names[:count]), tuple(data.items())).write()
             freed = Hosts(f"replay-{count}", targets_of(free, names[:count]), tuple(data.items())).write()
             if count == 1:
@@ -698,9 +699,6 @@ def scale(repeats: int) -> None:
         record("scale", found)
 
 
-SIZES = (1, 10, 50, 200)
-
-
 def targets_of(server: sshd.Sshd, names: Iterable[str]) -> tuple[Target, ...]:
     key, known = server.folder / "user", server.known_hosts
     return tuple(Target(name, name, server.port, key, known) for name in names)
@@ -726,7 +724,7 @@ def installers(venv: Path, caches: Path, lock: Path) -> dict[str, tuple[list[str
     return {"uv": (uv, ours), "pip": (pip, theirs), "pip-no-compile": ([*pip, "--no-compile"], theirs)}
 
 
-def install(repeats: int) -> None:
+def install(repeats: int, counts: Sequence[int]) -> None:
     """The stack's lock, by uv as a deploy does it and by pip: once with empty caches, then with what that filled."""
     WORK.mkdir(parents=True, exist_ok=True)
     lock = REPOSITORY / "files" / "locks" / "sglang-0.5.9-cu128-py311.txt"
@@ -760,8 +758,15 @@ def main() -> None:
     parts = {"check": check, "scale": scale, "delay": delay, "install": install}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each contender, in turns")
+    parser.add_argument("--hosts", type=int, nargs="+", metavar="N", help="how many (1 10; of scale 1 10 50 200)")
     options = parser.parse_args()
-    parts[options.part](options.repeats)
+    counts = options.hosts or ([1, 10, 50, 200] if options.part == "scale" else [1, 10])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit("ended"))  # what was set up is removed on the way out
+    WORK.mkdir(parents=True, exist_ok=True)
+    with (WORK / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two at once the second would take the first one's nodes away
+        parts[options.part](options.repeats, counts)
 
 
 if __name__ == "__main__":

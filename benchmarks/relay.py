@@ -16,6 +16,7 @@ from functools import partial
 
 PIECE = 1 << 18
 Pieces = asyncio.Queue[tuple[float, bytes]]
+open_connections: set[asyncio.Task[None]] = set()  # asyncio itself refers to them weakly, and one in use was collected
 
 
 async def take(reader: asyncio.StreamReader, pieces: Pieces, late: float, first: float) -> None:
@@ -53,6 +54,10 @@ async def relay(
     target: tuple[str, int], rtt: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     """One connection."""
+    task = asyncio.current_task()
+    assert task is not None
+    open_connections.add(task)
+    task.add_done_callback(open_connections.discard)
     without_nagle(writer)
     begin = asyncio.get_running_loop().time()
     there, back = Pieces(), Pieces()
