@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ class Sshd:
 
     folder: Path
     port: int
+    pid: int
 
     @property
     def log(self) -> Path:
@@ -49,24 +50,29 @@ class Sshd:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Sshd]:
-    """Start one that keeps its files in `folder`, and end it by its process."""
+def running(folder: Path, names: Iterable[str] = ("127.0.0.1",), *options: str) -> Iterator[Sshd]:
+    """Start one that keeps its files in `folder`, and end it by its process.
+
+    It listens on 127.0.0.1. `names`: the addresses by which it is known; sshd itself listens on no more than 16, so how
+    the others lead to it is the caller's affair. `options`: lines of its configuration, which win over these.
+    """
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     Path("/run/sshd").mkdir(exist_ok=True)
-    options = [
-        f"Port {port}", "ListenAddress 127.0.0.1", f"HostKey {folder}/host", f"AuthorizedKeysFile {folder}/user.pub",
-        "StrictModes no", "PasswordAuthentication no", "PermitRootLogin yes", "LogLevel VERBOSE", "PidFile none",
-        "UsePAM no",
+    lines = [
+        *options, f"Port {port}", "ListenAddress 127.0.0.1", f"HostKey {folder}/host",
+        f"AuthorizedKeysFile {folder}/user.pub", "StrictModes no", "PasswordAuthentication no",
+        "PermitRootLogin yes", "LogLevel VERBOSE", "PidFile none", "UsePAM no",
     ]  # fmt: skip
-    (folder / "sshd_config").write_text("\n".join(options) + "\n")
-    sshd = Sshd(folder, port)
-    sshd.known_hosts.write_text(f"[127.0.0.1]:{port} " + (folder / "host.pub").read_text())
+    (folder / "sshd_config").write_text("\n".join(lines) + "\n")
     assert BINARY is not None
-    server = subprocess.Popen([BINARY, "-D", "-f", folder / "sshd_config", "-E", sshd.log])
+    server = subprocess.Popen([BINARY, "-D", "-f", folder / "sshd_config", "-E", folder / "sshd.log"])
+    sshd = Sshd(folder, port, server.pid)
+    key = (folder / "host.pub").read_text()
+    sshd.known_hosts.write_text("".join(f"[{name}]:{port} {key}" for name in names))
     deadline = time.monotonic() + 10
     while "Server listening" not in (sshd.log.read_text() if sshd.log.exists() else ""):
         assert server.poll() is None and time.monotonic() < deadline, sshd.log.read_text()
