@@ -12,7 +12,14 @@ from typing import Any
 from gpuwright import REPOSITORY
 from gpuwright.hostdata import HubModel
 from gpuwright.patches import Action, Decision, decide
-from gpuwright.plan import config_stamp, settings_to_make, stale_files, system_files
+from gpuwright.plan import (
+    config_stamp,
+    damaged_distributions,
+    settings_to_make,
+    stale_files,
+    system_files,
+    to_install,
+)
 from gpuwright.smoke import levels, seeds
 from gpuwright.spec import NodeFile, NodeSpec
 from gpuwright.state import NodeState, SeenInterpreter
@@ -20,7 +27,8 @@ from gpuwright.system import Hold, Packages, package_names, stale
 
 NODE_SCRIPTS = REPOSITORY / "files" / "node"
 PARTS = {
-    "observe": ("machine.py",),
+    "observe": ("machine.py", "wheels.py"),
+    "keep_builds": ("wheels.py",),
     "patch_files": ("unidiff.py",),
     "keep_foreign": ("unidiff.py",),
     "bench": ("raw_facts.py",),
@@ -181,11 +189,18 @@ def create_venv(spec: NodeSpec, interpreter: SeenInterpreter | None) -> list[Nod
     return [NodeCommand(locked(spec, f"{line} 2>&1"), "", True)]
 
 
-def sync_venv(spec: NodeSpec, reinstall: list[str]) -> list[NodeCommand]:
+def sync_venv(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
     """Sync the venv to the lock, hashes required: missing distributions come, others go, damaged ones come anew."""
+    reinstall = damaged_distributions(spec, state)
     # Nothing that was proved of the venv is proved of what it becomes; so the stamp goes first.
     stamp = f"{spec.paths.run}/runtime.json"
-    return [write_files(spec, [NodeFile(spec.paths.lock_copy, spec.lock.text)], [stamp]), _sync(spec, reinstall)]
+    lock = write_files(spec, [NodeFile(spec.paths.lock_copy, spec.lock.text)], [stamp])
+    return [lock, _sync(spec, reinstall), _keep_builds(spec, to_install(spec, state))]
+
+
+def _keep_builds(spec: NodeSpec, anew: list[str]) -> NodeCommand:
+    """Remember what was installed anew."""
+    return run_script("keep_builds", {"venv": spec.paths.venv, "path": spec.paths.builds, "anew": anew}, spec=spec)
 
 
 def _sync(spec: NodeSpec, reinstall: list[str]) -> NodeCommand:
@@ -246,7 +261,7 @@ def apply_patches(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
     anew = sorted({each.file.distribution for each in decisions if each.action in (Action.REPLACE, Action.REINSTALL)})
     commands = [keep_foreign(spec, state, replaced)] if replaced else []
     if anew:
-        commands.append(_sync(spec, anew))
+        commands += [_sync(spec, anew), _keep_builds(spec, anew)]
     affected = [
         each
         for each in decisions

@@ -279,6 +279,11 @@ def _sync(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Ch
         yield Change(SYNC, "the lock on the node", spec.lock.sha256[:12], found, keys=keys, holds=holds)
 
 
+def to_install(spec: NodeSpec, state: NodeState) -> list[str]:
+    """Every distribution of the lock that a sync installs."""
+    return sorted(each.name for each in _differences(spec, state) if each.name in spec.lock.versions)
+
+
 def damaged_distributions(spec: NodeSpec, state: NodeState) -> list[str]:
     """The distributions that must be installed anew though their version is right."""
     return sorted(name for name in state.venv.damaged if name in spec.lock.versions) if state.venv else []

@@ -116,6 +116,11 @@ class Paths:
         return f"{self.run}/model.json"
 
     @property
+    def builds(self) -> str:
+        """Which build of each distribution was installed."""
+        return f"{self.run}/builds.json"
+
+    @property
     def lock_copy(self) -> str:
         """The lock the venv was last synced to."""
         return f"{self.run}/runtime.lock.txt"

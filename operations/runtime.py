@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyinfra.api.operation import operation
 
 from gpuwright import node
-from gpuwright.plan import STUB, SYNC, TOOLS, VENV, VERIFY, damaged_distributions
+from gpuwright.plan import STUB, SYNC, TOOLS, VENV, VERIFY
 from gpuwright.spec import NodeSpec
 from operations.stage import Commands, converge
 
@@ -34,7 +34,7 @@ def sync_venv(spec: NodeSpec) -> Commands:
         spec,
         SYNC,
         f"{len(spec.lock.versions)} distributions are as locked",
-        lambda state, changes: node.sync_venv(spec, damaged_distributions(spec, state)),
+        lambda state, changes: node.sync_venv(spec, state),
     )
 
 

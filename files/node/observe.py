@@ -7,7 +7,6 @@ active tier's launch script ends in).
 """
 
 import base64
-import csv
 import glob
 import re
 import shutil
@@ -61,10 +60,6 @@ def nearest_existing(path):
     return path
 
 
-def canonical(name):
-    return "-".join(part for part in name.lower().replace("_", "-").replace(".", "-").split("-") if part)
-
-
 # Read and hashed in every observation: sources, headers, configuration. The rest (libraries, kernels) only when `deep`.
 TEXT = tuple(
     ".py .pyi .pyx .pxd .pxi .c .cc .cpp .cu .cuh .h .hpp .hxx .inl .json .jsonl .yaml .yml .toml .cfg .ini .txt .md"
@@ -115,34 +110,33 @@ def hash_deep(site, stats, cache, remember):
     return known
 
 
-def distributions(site, patched, deep_cache=None, hashes=True):
+def distributions(site, patched, builds, deep_cache=None, hashes=True):
     """({name: version}, {name: what is damaged}, {"content", "times", "newest"}) of a site-packages folder.
 
-    Damaged: no RECORD, no INSTALLER (uv writes it last, so its absence means a killed installation), a recorded file
-    that is missing, not of the recorded size or not of the recorded sha256, or a second copy of the metadata. `patched`
-    files are not looked at. Where several distributions bring the same file (flashinfer and torch-c-dlpack-ext each
-    bring a build_backend.py) the one installed last wins, and its content is right for all of them.
+    Damaged: no RECORD, no INSTALLER (uv writes it last, so its absence means a killed installation), a RECORD of
+    another build than the deploy installed (`builds`), a recorded file that is missing, not of the recorded size or not
+    of the recorded sha256, or a second copy of the metadata. `patched` files are not looked at. Where several
+    distributions bring the same file (flashinfer and torch-c-dlpack-ext each bring a build_backend.py) the one installed
+    last wins, and its content is right for all of them.
 
     Two digests over every recorded and patched file: of its content (of one that is not text its size and time stand
     for it, however deep the reading), and of its time of writing. `newest`: the file written last.
     """
     versions, damaged, owners, times, content = {}, {}, {}, {}, {}
-    for info in sorted(glob.glob(os.path.join(glob.escape(site), "*.dist-info"))):
-        name, _, version = os.path.basename(info)[: -len(".dist-info")].rpartition("-")
-        name = canonical(name)
+    for name, version, info in infos(site):
         if name in versions:
             damaged[name] = "has the metadata of both %s and %s" % (versions[name], version)
         versions[name] = version
-        try:
-            with open(os.path.join(info, "RECORD"), encoding="utf-8", newline="") as handle:
-                rows = list(csv.reader(handle))
-        except (OSError, ValueError):
+        rows = record_of(info)
+        if rows is None:
             damaged[name] = "has no readable RECORD"
             continue
+        if name in builds and build_of(rows) != builds[name]:
+            damaged[name] = "is another build of this version than the deploy installed"
         if not os.path.exists(os.path.join(info, "INSTALLER")):
             damaged[name] = "has no INSTALLER: its installation was cut off"
         for row in rows:
-            if len(row) == 3 and row[0] not in patched:
+            if row[0] not in patched:
                 size = int(row[2]) if row[2].isdigit() else None
                 owners.setdefault(row[0], {})[name] = (size, row[1].partition("sha256=")[2])
 
@@ -190,7 +184,7 @@ def digest_of(values):
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def venv(path, patched, deep_cache=None, hashes=True):
+def venv(path, patched, builds, deep_cache=None, hashes=True):
     config = os.path.join(path, "pyvenv.cfg")
     try:
         with open(config, encoding="utf-8") as handle:
@@ -201,7 +195,7 @@ def venv(path, patched, deep_cache=None, hashes=True):
     site = os.path.join(path, "lib", "python" + ".".join(version.split(".")[:2]), "site-packages")
     if not os.path.exists(os.path.join(path, "bin", "python")) or not os.path.isdir(site):
         return None
-    versions, damaged, installed = distributions(site, set(patched), deep_cache, hashes)
+    versions, damaged, installed = distributions(site, set(patched), builds, deep_cache, hashes)
     return {"python": version, "site": site, "distributions": versions, "damaged": damaged, "installed": installed}
 
 
@@ -423,12 +417,6 @@ def deployed(path):
 STAMPS = ("runtime", "patches", "config")
 
 
-def site_of(path):
-    """The site-packages of a venv, or None."""
-    found = sorted(glob.glob(os.path.join(glob.escape(path), "lib", "python3.*", "site-packages")))
-    return found[-1] if found else None
-
-
 def main():
     root, port = REQUEST["root"], REQUEST["port"]
     disk = nearest_existing(root)
@@ -440,7 +428,7 @@ def main():
         has_ensurepip = True
     except ImportError:
         has_ensurepip = False
-    tools = venv(REQUEST["tools"], [], hashes=False)
+    tools = venv(REQUEST["tools"], [], {}, hashes=False)
     manifest = read_json(REQUEST["manifest"]) or {}
     patched = sorted(set(REQUEST["patched"]) | set(manifest))
     deep_cache = os.path.join(root, "run", "integrity.json") if REQUEST["deep"] else None
@@ -465,7 +453,7 @@ def main():
             name for name in listing(os.path.join(root, "launch")) if os.path.isfile(os.path.join(root, "launch", name))
         ],
         "tools": tools and {"distributions": tools["distributions"], "damaged": tools["damaged"]},
-        "venv": venv(REQUEST["venv"], patched, deep_cache),
+        "venv": venv(REQUEST["venv"], patched, read_json(os.path.join(root, "run", "builds.json")) or {}, deep_cache),
         "stamps": {name: read_json(os.path.join(root, "run", "%s.json" % name)) for name in STAMPS},
         "model": model(REQUEST["model"]),
         "port": port_holder(port),

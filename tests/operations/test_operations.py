@@ -145,7 +145,7 @@ def test_create_venv_of_a_python_that_uv_downloads(collect: Collect) -> None:
 def test_sync_venv_reinstalls_what_is_damaged(collect: Collect) -> None:
     assert SETTLED.venv is not None
     damaged = SETTLED.venv.model_copy(update={"damaged": {"torch": "lacks x", "einops": "lacks y"}})
-    write, sync = collect(runtime.sync_venv, LAB, SETTLED.model_copy(update={"venv": damaged}))
+    write, sync, keep = collect(runtime.sync_venv, LAB, SETTLED.model_copy(update={"venv": damaged}))
     lock = {"path": f"{ROOT}/run/runtime.lock.txt", "text": LAB.lock.text, "mode": 0o644}
     assert request_of(write, "write_files") == {"files": [lock], "remove": [f"{ROOT}/run/runtime.json"]}
     uv = (
@@ -154,6 +154,8 @@ def test_sync_venv_reinstalls_what_is_damaged(collect: Collect) -> None:
     )
     pipeline = f"{uv} | {{ grep -v '\"'\"'^ [+-] '\"'\"' || true; }}"
     assert sync == NodeCommand(f"{LOCK}bash -o pipefail -c '{pipeline}'{CONFLICT}", streamed=True)
+    builds = {"venv": f"{ROOT}/venv", "path": f"{ROOT}/run/builds.json", "anew": ["einops", "torch"]}
+    assert request_of(keep, "keep_builds") == builds
 
 
 def test_build_cuda_stub(collect: Collect) -> None:
@@ -197,7 +199,8 @@ def test_apply_series(collect: Collect) -> None:
 
 
 def test_apply_series_brings_a_missing_file_back_with_its_distribution(collect: Collect) -> None:
-    sync, patch = collect(patches.apply_series, LAB, with_patched(None))
+    sync, builds, patch = collect(patches.apply_series, LAB, with_patched(None))
+    assert request_of(builds, "keep_builds")["anew"] == ["flashinfer-python"]
     assert isinstance(sync, NodeCommand) and "--reinstall-package flashinfer-python" in sync.line
     files = request_of(patch, "patch_files")["files"]
     paths = [patch.file for patch in LAB.patches if patch.distribution == PATCH.distribution]
@@ -205,7 +208,7 @@ def test_apply_series_brings_a_missing_file_back_with_its_distribution(collect: 
 
 
 def test_apply_series_replaces_a_foreign_file_only_when_asked_to(collect: Collect) -> None:
-    keep, sync, patch = collect(patches.apply_series, lab_spec(patches_foreign="replace"), with_patched("c" * 64))
+    keep, sync, _, patch = collect(patches.apply_series, lab_spec(patches_foreign="replace"), with_patched("c" * 64))
     assert request_of(keep, "keep_foreign")["foreign"] == f"{ROOT}/patches/foreign"
     assert isinstance(sync, NodeCommand) and "--reinstall-package flashinfer-python" in sync.line
     assert request_of(patch, "patch_files")["files"][0]["path"] == PATCH.file

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 
 from gpuwright import series
 from gpuwright.hostdata import TinyModel
-from gpuwright.node import NODE_SCRIPTS, observe, run_server, script
+from gpuwright.node import NODE_SCRIPTS, _keep_builds, observe, run_server, script
 from gpuwright.patches import exact_applier
 from gpuwright.state import NodeState, parse_observation
 from tests.make import lab_spec
@@ -472,6 +473,38 @@ def test_damage_is_found_and_named(node: Path) -> None:
     }
     seen = state.patched["flashinfer/jit/cpp_ext.py"]
     assert seen is not None and seen.sha256 == sha256(b"edited, of another size")
+
+
+def test_another_build_of_the_same_version_is_found(node: Path) -> None:
+    """Whole by its own account: it was installed by hand from a wheel of one's own."""
+    (node / "run").mkdir()
+    spec = lab_spec(root=str(node))
+    site, builds = node / "venv" / "lib" / "python3.12" / "site-packages", node / "run" / "builds.json"
+
+    def keep(*anew: str) -> None:
+        command = _keep_builds(spec, list(anew))
+        done = subprocess.run(["python3", "-IBu", "-"], input=command.stdin, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def problem() -> str | None:
+        state = observed(spec)
+        assert state.venv is not None
+        return state.venv.damaged.get("whole")
+
+    assert problem() is None, "nothing is on record yet"
+    keep()
+    assert problem() is None and len(json.loads(builds.read_text())) == 10, "all but the one without a RECORD"
+    info = site / "whole-1.0.dist-info"
+    (info / "REQUESTED").touch()
+    (info / "RECORD").write_text((info / "RECORD").read_text() + "whole-1.0.dist-info/REQUESTED,,\n")
+    assert problem() is None, "another installer's metadata of the same wheel"
+    shutil.rmtree(info)
+    make_distribution(site, "whole", {"whole/__init__.py": b"mine"})
+    assert problem() == "is another build of this version than the deploy installed"
+    keep("edited")
+    assert problem() is not None, "what a sync has not installed keeps its record"
+    keep("whole")
+    assert problem() is None
 
 
 def test_deep_reads_everything_and_remembers_what_it_read(node: Path) -> None:
