@@ -31,6 +31,7 @@ from gpuwright.drift import Report, Verdict
 from gpuwright.errors import GpuwrightError, nearest
 from gpuwright.spec import NodeSpec
 from operations.drift import check_host, failed, now
+from operations.passwords import ask_nobody
 from operations.stage import desired_states
 
 
@@ -42,6 +43,7 @@ def main(arguments: list[str]) -> int:
     """Check the hosts and write what was asked for. Returns 0 clean, 2 drift, or 1: an error, as is wrong usage."""
     options = _parser().parse_args(arguments)
     _quiet(options.verbose)
+    ask_nobody()
     begin, at = time.monotonic(), now()
     try:
         hosts = _hosts(options)
