@@ -81,6 +81,11 @@ def now():
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
+def answer_with(value):
+    """Print a script's answer, on a line of its own: a shell's start-up file may have printed half a line before it."""
+    print("\n" + json.dumps(value))
+
+
 def fail(message):
     """End the script with a message a person can act on."""
     print(message, flush=True)
@@ -191,8 +196,10 @@ def units_of(root):
 def unit_owner(unit):
     """As `owner` of a unit's file; "" also when the unit comes from elsewhere, such as a package."""
     found = owner(unit_path(unit))
-    if found is None and has_systemd() and systemctl("show", unit, "--property=FragmentPath", "--value")[1]:
-        return ""
+    if found is None and has_systemd():
+        # systemd still names the file of a unit that was deleted under it.
+        loaded = systemctl("show", unit, "--property=FragmentPath", "--value")[1]
+        return "" if loaded not in ("", unit_path(unit)) else None
     return found
 
 

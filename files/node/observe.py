@@ -466,7 +466,7 @@ def main():
     answer["manifest"] = manifest
     answer["originals"] = [name for name in listing(REQUEST["originals"]) if len(name) == 64]
     answer["machine_readings"] = finish_readings(reader, asked)
-    print(json.dumps(answer))
+    answer_with(answer)
 
 
 main()

@@ -409,7 +409,7 @@ def observed(spec: Any) -> NodeState:
     command = observe(spec)
     done = subprocess.run(["sh", "-c", command.line], input=command.stdin, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return parse_observation("a login shell that prints\n" + done.stdout)
+    return parse_observation("a login shell that prints, and half a line \x1b[1m" + done.stdout + "\nbye {}\n")
 
 
 def recorded(data: bytes) -> str:
