@@ -15,6 +15,18 @@ import time
 import xmlrpc.client
 
 
+def plainly(kind, error, trace):
+    """What a full disk, a mount or a permission refuses is said in one line; a fault of the script keeps its trace."""
+    if not issubclass(kind, OSError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    said = "%s: %s" % (error.filename, error.strerror) if error.filename else str(error)
+    print("failed: %s" % said, file=sys.stderr, flush=True)
+
+
+sys.excepthook = plainly
+
+
 def sha256_of(path):
     """The sha256 of a file, in hex."""
     digest = hashlib.sha256()
@@ -60,9 +72,11 @@ def write_atomic(path, data, mode=0o644):
         if sha256_of(beside) != hashlib.sha256(data).hexdigest():
             raise OSError("what was written to %s does not read back the same: is the disk full or failing?" % beside)
         os.replace(beside, path)
-    except OSError:
+    except OSError as error:
         if os.path.exists(beside):
             os.unlink(beside)
+        if error.errno and not error.filename:  # of a write, which does not know of what
+            raise OSError(error.errno, error.strerror, path) from None
         raise
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
