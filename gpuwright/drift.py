@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -270,8 +271,8 @@ def lines(verdict: Verdict) -> list[str]:
 
 
 def as_json(report: Report) -> str:
-    """The report as JSON."""
-    return report.model_dump_json(indent=1) + "\n"
+    """The report as JSON, in ASCII: it is also printed, in whatever encoding there is."""
+    return json.dumps(report.model_dump(mode="json"), indent=1) + "\n"
 
 
 def schema() -> dict[str, Any]:

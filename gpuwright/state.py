@@ -200,7 +200,7 @@ def last_line(text: str) -> str:
     where there is none, the last line.
     """
     lines = text.strip().split("\n")
-    return next((line for line in reversed(lines) if line.startswith("{")), lines[-1])
+    return next((line for line in reversed(lines) if line.startswith("{") and line.endswith("}")), lines[-1])
 
 
 def parse_observation(text: str) -> NodeState:
