@@ -13,7 +13,7 @@ class Observation(FactBase[NodeState]):
     """A NodeState, or None when the host could not answer (pyinfra has then failed the host).
 
     The script goes in over stdin (`_stdin`), because a command line is limited to 128 KiB and nothing shall lie on the
-    node. The login shell may print before it, so only the last line counts.
+    node. The login shell may print before and after it, so only the last line of JSON counts.
     """
 
     def command(self, line: str) -> str:

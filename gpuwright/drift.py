@@ -138,7 +138,9 @@ class Report(Result):
 
 def judge(spec: NodeSpec, state: NodeState) -> Verdict:
     """What is to be said of a host that could be observed."""
-    found = findings(spec, state)
+    found, stages = findings(spec, state), [stage for stage in CONVERGE if stage in spec.stages]
+    if state.unreadable:  # what would be said of the rest is made up: what cannot be read looks absent
+        found, stages = [each for each in found if each.step == PREFLIGHT and each.kind == "unknown"], []
     unknown = [each for each in found if each.kind == "unknown"]
     status: Status = "error" if unknown else "drift" if found else "clean"
     record = state.state or {}
@@ -146,7 +148,7 @@ def judge(spec: NodeSpec, state: NodeState) -> Verdict:
     return Verdict(
         host=spec.host,
         status=status,
-        stages=[stage for stage in CONVERGE if stage in spec.stages],
+        stages=stages,
         findings=found,
         error=f"{len(unknown)} things could not be observed" if unknown else "",
         spec_digest=spec.spec_digest,
@@ -271,8 +273,8 @@ def lines(verdict: Verdict) -> list[str]:
 
 
 def as_json(report: Report) -> str:
-    """The report as JSON."""
-    return report.model_dump_json(indent=1) + "\n"
+    """The report as JSON, in ASCII: it is also printed, in whatever encoding there is."""
+    return json.dumps(report.model_dump(mode="json"), indent=1) + "\n"
 
 
 def schema() -> str:

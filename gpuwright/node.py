@@ -15,6 +15,7 @@ from gpuwright.patches import Action, Decision, decide
 from gpuwright.plan import (
     config_stamp,
     damaged_distributions,
+    manager_files,
     settings_to_make,
     stale_files,
     system_files,
@@ -155,10 +156,15 @@ def set_host(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
     return [run_script("settings", request, spec=spec, streamed=True)]
 
 
-def write_files(spec: NodeSpec, files: list[NodeFile], remove: list[str] | None = None) -> NodeCommand:
-    """Put files in place atomically, and remove others."""
+def write_files(
+    spec: NodeSpec, files: list[NodeFile], remove: list[str] | None = None, only_where: dict[str, str] | None = None
+) -> NodeCommand:
+    """Put files in place atomically, and remove others; nothing of it unless the files of `only_where` have these
+    sha256.
+    """
     rows = [{"path": file.path, "text": file.text, "mode": file.mode} for file in files]
-    return run_script("write_files", {"files": rows, "remove": remove or []}, spec=spec)
+    request = {"files": rows, "remove": remove or [], **({"only_where": only_where} if only_where else {})}
+    return run_script("write_files", request, spec=spec)
 
 
 def install_tools(spec: NodeSpec) -> list[NodeCommand]:
@@ -371,13 +377,28 @@ def prune_caches(spec: NodeSpec, names: list[str]) -> list[NodeCommand]:
 
 def record_state(spec: NodeSpec, found: NodeState, revision: str, at: str) -> list[NodeCommand]:
     """Write state.json: what was deployed, when, from which revision of this repository; before it, what each stage of
-    this run declared, thing by thing, which root alone may read.
+    this run declared, thing by thing, which root alone may read. Not where another deploy has come in between: what is
+    on record is what is there.
     """
     deployed = {**(found.deployed or {}), **{s: d for s, d in spec.declared.items() if s in spec.data.stages}}
     state = {"spec_digest": spec.spec_digest, "runtime_digest": spec.runtime_digest, "tier": spec.tier.name}
     text = json.dumps({**state, "patch_set_digest": spec.patch_set_digest, "revision": revision, "at": at}, indent=1)
     kept = NodeFile(spec.paths.deployed, json.dumps(deployed, indent=1, sort_keys=True) + "\n", 0o600)
-    return [write_files(spec, [kept, NodeFile(f"{spec.paths.root}/state.json", text + "\n")])]
+    files = [kept, NodeFile(f"{spec.paths.root}/state.json", text + "\n")]
+    return [write_files(spec, files, only_where=_deployed_files(spec, found))]
+
+
+def _deployed_files(spec: NodeSpec, state: NodeState) -> dict[str, str]:
+    """The sha256 of what the stages of this run have put in place, by path."""
+    found: dict[str, str] = {}
+    if "runtime" in spec.stages:
+        found[spec.paths.lock_copy] = spec.lock.sha256
+    if "patches" in spec.stages and state.venv:
+        patched = [each.file for each in decide(spec, state) if each.file.chain]
+        found |= {f"{state.venv.site}/{file.path}": file.target for file in patched}
+    if "launchers" in spec.stages:
+        found |= {file.path: file.sha256 for file in (*spec.scripts, *spec.secret_files)}
+    return found | {file.path: file.sha256 for file in manager_files(spec, state)}
 
 
 def benchmark(spec: NodeSpec, run_id: str, runs_on: dict[str, str]) -> NodeCommand:

@@ -197,12 +197,15 @@ class NodeState(Seen):
 
 
 def last_line(text: str) -> str:
-    """The last line that a node script printed: a login shell may print before it."""
-    return text.strip().rpartition("\n")[2]
+    """The answer of a node script: the last line that may be JSON, since a login shell may print before and after it;
+    where there is none, the last line.
+    """
+    lines = text.strip().split("\n")
+    return next((line for line in reversed(lines) if line.startswith("{") and line.endswith("}")), lines[-1])
 
 
 def parse_observation(text: str) -> NodeState:
-    """The state an observation's last line holds (a login shell may print before it).
+    """The state that an observation's answer holds.
 
     Raises GpuwrightError with the offending text.
     """

@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Iterable
 from fnmatch import fnmatch
+from io import TextIOWrapper
 from pathlib import Path
-from types import FrameType
 
 import gevent
 from pyinfra import logger, state  # type: ignore[attr-defined]
@@ -31,17 +31,18 @@ from gpuwright.drift import Report, Verdict
 from gpuwright.errors import GpuwrightError, nearest
 from gpuwright.spec import NodeSpec
 from operations.drift import check_host, failed, now
+from operations.passwords import ask_nobody
 from operations.stage import desired_states
-
-
-class Interrupted(Exception):
-    """The check was told to end."""
 
 
 def main(arguments: list[str]) -> int:
     """Check the hosts and write what was asked for. Returns 0 clean, 2 drift, or 1: an error, as is wrong usage."""
     options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # cron's encoding may be ASCII, and a node says anything
     _quiet(options.verbose)
+    ask_nobody()
     begin, at = time.monotonic(), now()
     try:
         hosts = _hosts(options)
@@ -140,21 +141,16 @@ def _checked(hosts: list[Host], options: argparse.Namespace) -> list[Verdict]:
         text = f"bad input, and no host was touched:\n{error}"
         print(f"check.py: error: {text}", file=sys.stderr)
         return [failed(host.name, text) for host in hosts]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _interrupt)
     waiting = {state.pool.spawn(_check, host, specs[host.name], options.diff): host for host in hosts}
     verdicts = {host.name: failed(host.name, "the check was interrupted before it answered") for host in hosts}
-    try:
-        for done in gevent.iwait(list(waiting)):
-            host = waiting[done]
+    # In a greenlet of its own: what a handler of Python's raises may end up in any host's, or in none.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        gevent.signal_handler(number, gevent.killall, list(waiting), block=False)
+    for done in gevent.iwait(list(waiting)):
+        host = waiting[done]
+        if not isinstance(done.value, gevent.GreenletExit):
             verdicts[host.name] = done.value or failed(host.name, f"{type(done.exception).__name__}: {done.exception}")
-    except Interrupted:
-        gevent.killall(list(waiting), block=False)
     return [verdicts[host.name] for host in hosts]
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted
 
 
 def _check(host: Host, spec: NodeSpec, diffs: bool) -> Verdict:

@@ -33,7 +33,7 @@ def _print_json(unreached: list[str]) -> None:
 
 def _examine() -> int:
     spec = desired_state(serving=False, secrets=False)
-    found = observed(spec)
+    found = observed(spec, remember=False)
     if found is None:
         return 1
     result = examine_node(spec, found)

@@ -86,6 +86,8 @@ def _reason(error: Exception, spec: NodeSpec) -> str:
     if isinstance(error, TimeoutError):
         patience = spec.data.observe_timeout_s
         return f"it did not answer within {patience} s -> see what hangs there, or set `observe_timeout_s`"
+    if isinstance(error, PermissionError):  # of operations.passwords
+        return _refusal(str(error))
     if isinstance(error, GpuwrightError):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -93,7 +95,7 @@ def _reason(error: Exception, spec: NodeSpec) -> str:
 
 # What a host says instead of an answer, and what to do about it.
 REFUSALS = {
-    "password is required": "allow it without a password in sudoers, or pass --use-sudo-password",
+    "password is required": "allow it without a password in sudoers, or check as another user",
     "not in the sudoers": "allow it in sudoers, or check as another user",
     "may not run sudo": "allow it in sudoers, or check as another user",
     "not allowed to execute": "allow it in sudoers, or check as another user",

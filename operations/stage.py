@@ -11,6 +11,7 @@ from typing import Any
 from pyinfra import host, logger, state  # type: ignore[attr-defined]
 from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS, pop_global_arguments
 from pyinfra.api.command import FunctionCommand, PyinfraCommand, StringCommand
+from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.connectors.ssh import connector_data_meta
@@ -26,7 +27,11 @@ from gpuwright.plan import Change, Plan, plan
 from gpuwright.preflight import shell_failure
 from gpuwright.spec import Member, NodeSpec, build_spec
 from gpuwright.state import NodeState
+from operations.passwords import ask_nobody
 from operations.stop_run import StopRun
+
+if sys.stdin is None or not sys.stdin.isatty():
+    ask_nobody()
 
 _specs: dict[str, NodeSpec] = {}
 _observations: dict[str, tuple[bool, NodeState]] = {}
@@ -116,15 +121,21 @@ def _sources(each: Host) -> Sources:
     return Sources(override or {}, files)
 
 
-def observed(spec: NodeSpec) -> NodeState | None:
+def observed(spec: NodeSpec, *, remember: bool = True) -> NodeState | None:
     """The node's state: read once for all stages, and again after a command of ours has run or execution begins.
+    Without `remember` it leaves nothing on the node, not even of a deep reading.
 
     None when the host did not answer, in which case pyinfra has marked it as failed.
     """
     kept = _observations.get(host.name)
     if kept is None or kept[0] != state.is_executing:
-        command, patience = observe(spec), spec.data.observe_timeout_s
-        found = host.get_fact(Observation, line=command.line, _stdin=command.stdin, _timeout=patience)
+        command, patience = observe(spec, remember=remember), spec.data.observe_timeout_s
+        try:
+            found = host.get_fact(Observation, line=command.line, _stdin=command.stdin, _timeout=patience)
+        except PyinfraError:  # no host remains, which pyinfra says itself once this operation has failed
+            if not state.is_executing:
+                raise
+            return None
         if found is None:
             return None
         kept = _observations[host.name] = (state.is_executing, found)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from pyinfra import host, logger, state  # type: ignore[attr-defined]
 
+from operations.passwords import ask_nobody
+
 _codes: dict[str, int] = {}
 
 
@@ -15,6 +17,7 @@ def visit(examine: Callable[[], int], finish: Callable[[list[str]], None]) -> No
     `finish` is told which could not be asked, and the run ends: exit code 1 where one could not be judged, else 2 where
     one is not well, else 0.
     """
+    ask_nobody()
     try:
         _codes[host.name] = examine()
     finally:

@@ -15,6 +15,18 @@ import time
 import xmlrpc.client
 
 
+def plainly(kind, error, trace):
+    """What a full disk, a mount or a permission refuses is said in one line; a fault of the script keeps its trace."""
+    if not issubclass(kind, OSError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    said = "%s: %s" % (error.filename, error.strerror) if error.filename else str(error)
+    print("failed: %s" % said, file=sys.stderr, flush=True)
+
+
+sys.excepthook = plainly
+
+
 def sha256_of(path):
     """The sha256 of a file, in hex."""
     digest = hashlib.sha256()
@@ -61,9 +73,11 @@ def write_atomic(path, data, mode=0o644):
         if sha256_of(beside) != hashlib.sha256(data).hexdigest():
             raise OSError("what was written to %s does not read back the same: is the disk full or failing?" % beside)
         os.replace(beside, path)
-    except OSError:
+    except OSError as error:
         if os.path.exists(beside):
             os.unlink(beside)
+        if error.errno and not error.filename:  # of a write, which does not know of what
+            raise OSError(error.errno, error.strerror, path) from None
         raise
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
@@ -80,6 +94,11 @@ def write_json(path, value, mode=0o644):
 def now():
     """UTC time, as ISO 8601."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def answer_with(value):
+    """Print a script's answer, on a line of its own: a shell's start-up file may have printed half a line before it."""
+    print("\n" + json.dumps(value))
 
 
 def fail(message):
@@ -192,8 +211,10 @@ def units_of(root):
 def unit_owner(unit):
     """As `owner` of a unit's file; "" also when the unit comes from elsewhere, such as a package."""
     found = owner(unit_path(unit))
-    if found is None and has_systemd() and systemctl("show", unit, "--property=FragmentPath", "--value")[1]:
-        return ""
+    if found is None and has_systemd():
+        # systemd still names the file of a unit that was deleted under it.
+        loaded = systemctl("show", unit, "--property=FragmentPath", "--value")[1]
+        return "" if loaded not in ("", unit_path(unit)) else None
     return found
 
 

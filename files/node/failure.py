@@ -11,4 +11,4 @@ if failure:
             text = handle.read().decode("utf-8", "replace")
     except OSError:
         pass
-print(json.dumps({"failure": failure, "text": text}))
+answer_with({"failure": failure, "text": text})

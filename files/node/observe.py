@@ -116,8 +116,8 @@ def distributions(site, patched, builds, deep_cache=None, hashes=True):
     Damaged: no RECORD, no INSTALLER (uv writes it last, so its absence means a killed installation), a RECORD of
     another build than the deploy installed (`builds`), a recorded file that is missing, not of the recorded size or not
     of the recorded sha256, or a second copy of the metadata. `patched` files are not looked at. Where several
-    distributions bring the same file (flashinfer and torch-c-dlpack-ext each bring a build_backend.py) the one installed
-    last wins, and its content is right for all of them.
+    distributions bring the same file (flashinfer and torch-c-dlpack-ext each bring a build_backend.py) the one that was
+    installed last wins, and its content is right for all of them.
 
     Two digests over every recorded and patched file: of its content (of one that is not text its size and time stand
     for it, however deep the reading), and of its time of writing. `newest`: the file written last.
@@ -471,7 +471,7 @@ def main():
     answer["manifest"] = manifest
     answer["originals"] = [name for name in listing(REQUEST["originals"]) if len(name) == 64]
     answer["machine_readings"] = finish_readings(reader, asked)
-    print(json.dumps(answer))
+    answer_with(answer)
 
 
 main()

@@ -6,7 +6,7 @@ def main():
     for path in REQUEST["paths"]:
         with open(path, encoding="utf-8", errors="replace") as handle:
             found[path] = handle.read()
-    print(json.dumps(found))
+    answer_with(found)
 
 
 main()

@@ -365,7 +365,10 @@ def test_prune_caches(collect: Collect) -> None:
 
 def test_record(collect: Collect) -> None:
     (command,) = collect(service.record, LAB, EMPTY)
-    kept, row = request_of(command, "write_files")["files"]
+    request = request_of(command, "write_files")
+    ours = {file.path: file.sha256 for file in (*LAB.scripts, *LAB.manager_files("supervisor"))}
+    assert request["only_where"] == ours | {LAB.paths.lock_copy: LAB.lock.sha256}, "no other deploy came in between"
+    kept, row = request["files"]
     assert (kept["path"], kept["mode"]) == (f"{ROOT}/run/deployed.json", 0o600), "first: state.json says it is done"
     assert json.loads(kept["text"]) == LAB.declared
     state = json.loads(row["text"])

@@ -153,7 +153,8 @@ def test_what_could_not_be_observed_is_an_error_and_never_clean() -> None:
     assert verdict.status == "error" and verdict.error.endswith("things could not be observed")
     assert {each.kind for each in verdict.findings} == {"unknown"}
     hidden = judge(LAB, SETTLED.model_copy(update={"unreadable": [LAB.paths.run], "uid": 1000}))
-    (unread,) = [each for each in hidden.findings if each.kind == "unknown"]
+    (unread,) = hidden.findings  # nothing else: what cannot be read looks absent
+    assert unread.kind == "unknown" and hidden.stages == []
     assert hidden.status == "error" and str(unread) == "/opt/gpuwright/run cannot be read by uid 1000"
     assert unread.mend == "run as its owner, or with _sudo"
     setting = judge(LAB, seen(SETTLED, "mounts", problem="it hangs"))

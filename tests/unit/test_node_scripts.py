@@ -87,6 +87,27 @@ def test_a_hard_link_is_not_written_through(tmp_path: Path) -> None:
     assert (cached.read_text(), installed.read_text()) == ("pristine", "new")
 
 
+def test_nothing_is_written_where_another_deploy_came_in_between(tmp_path: Path) -> None:
+    unit, state = tmp_path / "unit", tmp_path / "state.json"
+    unit.write_text("ours")
+    row = {"path": str(state), "text": "deployed", "mode": 0o644}
+    request = {"files": [row], "remove": [], "only_where": {str(unit): sha256(b"ours")}}
+    assert run("write_files", request).returncode == 0 and state.read_text() == "deployed"
+    state.unlink()
+    for other in ("another's", None):
+        unit.write_text(other) if other else unit.unlink()
+        done = run("write_files", request)
+        assert done.returncode == 1 and not state.exists()
+        assert done.stdout.startswith(f"not recorded: {unit} is not as this deploy left it")
+        assert done.stdout.endswith("deploy again\n")
+
+
+def test_what_the_machine_refuses_is_said_without_a_traceback() -> None:
+    row = {"path": "/proc/none/state.json", "text": "", "mode": 0o644}
+    done = run("write_files", {"files": [row], "remove": []})
+    assert (done.returncode, done.stderr) == (1, "failed: /proc/none: No such file or directory\n")
+
+
 # --- patch_files
 
 
@@ -410,7 +431,7 @@ def observed(spec: Any) -> NodeState:
     command = observe(spec)
     done = subprocess.run(["sh", "-c", command.line], input=command.stdin, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return parse_observation("a login shell that prints\n" + done.stdout)
+    return parse_observation("a login shell that prints, and half a line \x1b[1m" + done.stdout + "\nbye {}\n")
 
 
 def recorded(data: bytes) -> str:
