@@ -36,7 +36,14 @@ class Transport(paramiko.Transport):
     def get_exception(self) -> Exception | None:
         """As paramiko's, but a connection that ended is an SSHException: an EOFError would end every host's run."""
         error: Exception | None = super().get_exception()
-        return paramiko.SSHException("the node closed the connection") if isinstance(error, EOFError) else error
+        return _closed() if isinstance(error, EOFError) else error
+
+    def _send_user_message(self, data: Any) -> None:
+        """As paramiko's, which all that is sent over a channel goes through; the same holds of its EOFError."""
+        try:
+            super()._send_user_message(data)  # type: ignore[misc]
+        except EOFError:
+            raise _closed() from None
 
     def open_channel(self, *arguments: Any, **options: Any) -> paramiko.Channel:
         """As paramiko's, but a line that is not UTF-8 is read as well as it can be, and does not end the reading."""
@@ -44,6 +51,10 @@ class Transport(paramiko.Transport):
         for name, kind in (("makefile", Lines), ("makefile_stderr", StderrLines)):
             setattr(channel, name, functools.partial(kind, channel))
         return channel
+
+
+def _closed() -> paramiko.SSHException:
+    return paramiko.SSHException("the node closed the connection")
 
 
 class Lines(ChannelFile):
