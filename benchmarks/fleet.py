@@ -370,9 +370,10 @@ def require(contender: Contender, hosts: Hosts, verdict: str, took: Took) -> Non
 
 EDITS = """\
 set -e
-for f in {files}; do cp -p $f $f.bench-kept; done
-echo '# edited by hand' >>{script}
-printf X | dd of={installed} bs=1 seek=10 conv=notrunc status=none
+for f in {files}; do cp -p $f $f.bench-new; done
+echo '# edited by hand' >>{script}.bench-new
+printf X | dd of={installed}.bench-new bs=1 seek=10 conv=notrunc status=none
+for f in {files}; do mv $f $f.bench-kept; mv $f.bench-new $f; done  # never written through: uv's cache is a hard link
 """
 UNDO = "for f in {files}; do mv $f.bench-kept $f; done"
 

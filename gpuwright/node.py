@@ -15,6 +15,7 @@ from gpuwright.patches import Action, Decision, decide
 from gpuwright.plan import (
     config_stamp,
     damaged_distributions,
+    edited_distributions,
     manager_files,
     settings_to_make,
     stale_files,
@@ -197,11 +198,19 @@ def create_venv(spec: NodeSpec, interpreter: SeenInterpreter | None) -> list[Nod
 
 def sync_venv(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
     """Sync the venv to the lock, hashes required: missing distributions come, others go, damaged ones come anew."""
-    reinstall = damaged_distributions(spec, state)
+    reinstall, edited = damaged_distributions(spec, state), edited_distributions(spec, state)
     # Nothing that was proved of the venv is proved of what it becomes; so the stamp goes first.
     stamp = f"{spec.paths.run}/runtime.json"
     lock = write_files(spec, [NodeFile(spec.paths.lock_copy, spec.lock.text)], [stamp])
-    return [lock, _sync(spec, reinstall), _keep_builds(spec, to_install(spec, state))]
+    clean = [_forget(spec, edited)] if edited else []
+    return [lock, *clean, _sync(spec, reinstall), _keep_builds(spec, to_install(spec, state))]
+
+
+def _forget(spec: NodeSpec, names: list[str]) -> NodeCommand:
+    """Have uv fetch these anew: an installed file that was edited in place is a hard link of the one in uv's cache, and
+    would come back as it is.
+    """
+    return NodeCommand(locked(spec, f"{_uv(spec, 'cache', 'clean', '--quiet', *names)} 2>&1"), "", True)
 
 
 def _keep_builds(spec: NodeSpec, anew: list[str]) -> NodeCommand:
@@ -266,6 +275,8 @@ def apply_patches(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
     replaced = [each for each in decisions if each.action is Action.REPLACE]
     anew = sorted({each.file.distribution for each in decisions if each.action in (Action.REPLACE, Action.REINSTALL)})
     commands = [keep_foreign(spec, state, replaced)] if replaced else []
+    if replaced:
+        commands.append(_forget(spec, sorted({each.file.distribution for each in replaced})))
     if anew:
         commands += [_sync(spec, anew), _keep_builds(spec, anew)]
     affected = [

@@ -289,6 +289,12 @@ def damaged_distributions(spec: NodeSpec, state: NodeState) -> list[str]:
     return sorted(name for name in state.venv.damaged if name in spec.lock.versions) if state.venv else []
 
 
+def edited_distributions(spec: NodeSpec, state: NodeState) -> list[str]:
+    """Those of them with a file of another content, so that what they were installed from may be another, too."""
+    damaged = state.venv.damaged if state.venv else {}
+    return [name for name in damaged_distributions(spec, state) if not damaged[name].startswith(("lacks ", "has no "))]
+
+
 def _stub(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     source = spec.cuda_stub_source
     if source is None:

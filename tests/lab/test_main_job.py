@@ -210,6 +210,18 @@ def test_a_damaged_distribution_is_installed_anew(lab: Lab) -> None:
     assert target.stat().st_size == size
 
 
+def test_an_edit_in_place_reaches_uvs_cache_and_is_mended_there_too(lab: Lab) -> None:
+    """Where uv has hard-linked the file, what is appended to it is appended to the one that a reinstall would take."""
+    target = lab.site / "einops" / "einops.py"
+    ours, cached = sha256(target), target.stat().st_nlink > 1
+    with target.open("a") as handle:
+        handle.write("# by hand\n")
+    run = ok(lab.deploy("--data", "stages=runtime"))
+    assert run.changed == [p.SYNC, p.VERIFY] and "einops/einops.py has " in run.said
+    assert sha256(target) == ours, f"hard-linked: {cached}"
+    assert ok(lab.deploy("--data", "stages=runtime")).changed == []
+
+
 def test_another_tier_replaces_the_server_and_all_its_children(lab: Lab) -> None:
     before = [lab.pid(), *children(lab.pid())]
     assert len(before) >= 3, "the scheduler and the detokenizer"

@@ -158,6 +158,19 @@ def test_sync_venv_reinstalls_what_is_damaged(collect: Collect) -> None:
     assert request_of(keep, "keep_builds") == builds
 
 
+def test_what_was_edited_is_fetched_anew_and_not_from_the_cache_that_may_share_the_edit(collect: Collect) -> None:
+    assert SETTLED.venv is not None
+    damaged = {
+        "torch": "torch/a.py has another content than recorded",
+        "numpy": "has no INSTALLER: …",
+        "einops": "lacks x",
+    }
+    venv = SETTLED.venv.model_copy(update={"damaged": damaged})
+    _, forget, sync, _ = collect(runtime.sync_venv, LAB, SETTLED.model_copy(update={"venv": venv}))
+    assert forget == NodeCommand(f"{LOCK}{UV} cache clean --quiet torch 2>&1{CONFLICT}", streamed=True)
+    assert isinstance(sync, NodeCommand) and "--reinstall-package numpy" in sync.line
+
+
 def test_build_cuda_stub(collect: Collect) -> None:
     build, write = collect(runtime.build_cuda_stub, LAB, EMPTY)
     lib = f"{ROOT}/lib/libcuda.so.1"
@@ -208,8 +221,11 @@ def test_apply_series_brings_a_missing_file_back_with_its_distribution(collect: 
 
 
 def test_apply_series_replaces_a_foreign_file_only_when_asked_to(collect: Collect) -> None:
-    keep, sync, _, patch = collect(patches.apply_series, lab_spec(patches_foreign="replace"), with_patched("c" * 64))
+    keep, forget, sync, _, patch = collect(
+        patches.apply_series, lab_spec(patches_foreign="replace"), with_patched("c" * 64)
+    )
     assert request_of(keep, "keep_foreign")["foreign"] == f"{ROOT}/patches/foreign"
+    assert isinstance(forget, NodeCommand) and "uv cache clean --quiet flashinfer-python 2>&1" in forget.line
     assert isinstance(sync, NodeCommand) and "--reinstall-package flashinfer-python" in sync.line
     assert request_of(patch, "patch_files")["files"][0]["path"] == PATCH.file
 
