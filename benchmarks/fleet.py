@@ -1,10 +1,11 @@
 """The drift check beside Ansible, mitogen and a bare ssh, on nodes of this machine, in turns.
 
-usage, as root: .venv/bin/python benchmarks/fleet.py check|scale|delay|install [--repeats N]
-check: one and ten container nodes. delay: the same through relays of 0, 20 and 50 ms. scale: 1 to 200 addresses of
-one sshd on loopback. install: uv's sync of the stack's lock beside pip's. The first three bring up what they need,
-deploy to it, show that every contender calls it clean, sees the same two hand edits and calls it clean again, measure,
-write benchmarks/results/fleet-DATE.json, and remove what they set up. Ansible comes into .lab/bench-venv.
+usage, as root: .venv/bin/python benchmarks/fleet.py check|lab|scale|delay|install [--repeats N]
+lab: the whole stack of `make lab` in .lab/node, over an sshd on loopback. check: one and ten container nodes. delay:
+the same through relays of 0, 20 and 50 ms. scale: 1 to 200 addresses of one sshd on loopback. install: uv's sync of the
+stack's lock beside pip's. All but the last deploy to what they measure, show that every contender calls it clean, sees
+the same two hand edits and calls it clean again, write benchmarks/results/fleet-DATE.json, and remove what they set up.
+Ansible comes into .lab/bench-venv.
 """
 
 from __future__ import annotations
@@ -170,6 +171,7 @@ class Hosts:
     label: str
     targets: tuple[Target, ...]
     data: tuple[tuple[str, Any], ...] = ()
+    group: str = "fleet"
 
     @property
     def folder(self) -> Path:
@@ -197,7 +199,7 @@ class Hosts:
                 f" IdentitiesOnly yes\n UserKnownHostsFile {each.known_hosts}\n StrictHostKeyChecking yes\n"
                 " BatchMode yes\n"
             )
-        self.pyinfra.write_text(f"fleet = {hosts!r}\n")
+        self.pyinfra.write_text(f"{self.group} = {hosts!r}\n")
         self.ssh_config.write_text("\n".join(config))
         (self.folder / "hosts.ini").write_text("[fleet]\n" + "".join(f"{each.name}\n" for each in self.targets))
         return self
@@ -610,6 +612,28 @@ def delay(repeats: int, counts: Sequence[int]) -> None:
         record("delay", found)
 
 
+# The whole stack
+
+
+def lab(repeats: int, counts: Sequence[int]) -> None:
+    """The lab's 10 GB of installed files, 45,000 of them hashed, on one host. Its server is ended by this."""
+    install_ansible()
+    root = LAB / "node"
+    if not root.exists():
+        sys.exit("there is no .lab/node: run `make lab` first")
+    data = {"root": str(root), "serve": False}
+    with many(WORK / "lab-sshd", ["127.0.0.2"]) as server:
+        hosts = Hosts("lab", targets_of(server, ["127.0.0.2"]), tuple(data.items()), "lab").write()
+        deploy(hosts)
+        spec = build_spec("127.0.0.2", group_data("all", "lab") | data, catalogue(), Sources((), []))
+        state = State(spec, Path("/"))
+        state.render(WORK / "state")
+        prove(FOUR, hosts, state, lambda line: call("sh", "-c", line) and None)
+        runs = in_turns(FOUR, hosts, repeats)
+        summary(runs, hosts)
+        record("lab", {"hashed_files": len(state.whole()["hashes"]), "1": raw(runs)})
+
+
 # Many addresses of one sshd
 
 REDIRECT = """\
@@ -756,7 +780,7 @@ def install(repeats: int, counts: Sequence[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"check": check, "scale": scale, "delay": delay, "install": install}
+    parts = {"check": check, "lab": lab, "scale": scale, "delay": delay, "install": install}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each contender, in turns")
     parser.add_argument("--hosts", type=int, nargs="+", metavar="N", help="how many (1 10; of scale 1 10 50 200)")

@@ -123,13 +123,14 @@ def _sources(each: Host) -> Sources:
 
 def observed(spec: NodeSpec, *, remember: bool = True) -> NodeState | None:
     """The node's state: read once for all stages, and again after a command of ours has run or execution begins.
-    Without `remember` it leaves nothing on the node, not even of a deep reading.
+    Without `remember`, and in a dry run, it leaves nothing on the node, not even of a deep reading.
 
     None when the host did not answer, in which case pyinfra has marked it as failed.
     """
     kept = _observations.get(host.name)
     if kept is None or kept[0] != state.is_executing:
-        command, patience = observe(spec, remember=remember), spec.data.observe_timeout_s
+        command = observe(spec, remember=remember and state.is_executing)
+        patience = spec.data.observe_timeout_s
         try:
             found = host.get_fact(Observation, line=command.line, _stdin=command.stdin, _timeout=patience)
         except PyinfraError:  # no host remains, which pyinfra says itself once this operation has failed
