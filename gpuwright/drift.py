@@ -33,8 +33,10 @@ from gpuwright.plan import (
     Change,
     examine_node,
     flat,
+    manager,
     manager_files,
     plan,
+    unread,
 )
 from gpuwright.preflight import before_install
 from gpuwright.spec import NodeFile, NodeSpec
@@ -138,9 +140,10 @@ class Report(Result):
 
 def judge(spec: NodeSpec, state: NodeState) -> Verdict:
     """What is to be said of a host that could be observed."""
-    found, stages = findings(spec, state), [stage for stage in CONVERGE if stage in spec.stages]
+    stages = [stage for stage in CONVERGE if stage in spec.stages]
+    found = findings(spec, state)
     if state.unreadable:  # what would be said of the rest is made up: what cannot be read looks absent
-        found, stages = [each for each in found if each.step == PREFLIGHT and each.kind == "unknown"], []
+        found, stages = [_finding(unread(state), "unknown")], []
     unknown = [each for each in found if each.kind == "unknown"]
     status: Status = "error" if unknown else "drift" if found else "clean"
     record = state.state or {}
@@ -162,11 +165,12 @@ def findings(spec: NodeSpec, state: NodeState) -> list[Finding]:
     """
     found = list(_unfit(spec, state)) if "preflight" in spec.stages else []
     then = flat(state.deployed, CONVERGE) if state.deployed is not None else None
-    now = flat(spec.declared, CONVERGE)
+    now = flat(spec.declared(manager(spec, state)), CONVERGE)
     for change in plan(spec, state).changes:
-        checked = change.step == PREFLIGHT and not change.unknown  # which _unfit has said one by one
-        if change.step.partition(" | ")[0] in CONVERGE and not change.follows and not checked:
-            found.append(_finding(change, kind(change, then, now)))
+        stage = change.step.partition(" | ")[0]
+        if stage in CONVERGE and stage != "preflight" and not change.follows:  # preflight's are said one by one
+            recorded = then is not None and stage in (state.deployed or {})
+            found.append(_finding(change, kind(change, then if recorded else None, now)))
     return found
 
 
@@ -235,10 +239,12 @@ def with_diffs(
 
 
 # Someone may have written a key into a launch script by hand, and a diff ends in logs.
+_NAMES = r"token(?!s)|secret|passw|passphrase|[_-]key\b|api_?key|credential|private"
 _SECRET = re.compile(
-    r"(?i)((?:[\w.-]*(?:token|secret|passw|api[_-]?key|credential|private)[\w.-]*|bearer|basic)"
-    r"[\"']?(?:\s*[=:]\s*|\s+))\S+"
+    # To the line's end: a value may hold spaces.
+    rf"(?i)((?:[\w.-]*(?:{_NAMES})[\w.-]*|bearer|basic)[\"']?(?:\s*[=:]\s*|\s+)).+"
 )
+_LOGIN = re.compile(r"://[^@/\s]+@")
 
 
 def diff(file: NodeFile, text: str, secrets: Iterable[str] = ()) -> str:
@@ -250,9 +256,9 @@ def diff(file: NodeFile, text: str, secrets: Iterable[str] = ()) -> str:
     )
     shown = []
     for row in rows:
-        for secret in secrets:
+        for secret in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
             row = row.replace(secret, "***")
-        shown.append(_SECRET.sub(r"\1***", row))
+        shown.append(_LOGIN.sub("://***@", _SECRET.sub(r"\1***", row)))
     return "\n".join(shown)
 
 
@@ -269,7 +275,12 @@ def lines(verdict: Verdict) -> list[str]:
         text.append(f"  {each.kind:<11} {each.stage:<9} {each}")
         text.append(f"  {'':<11} {'':<9} -> {each.mend}")
         text += [f"  {'':<11} {'':<9}    {row}" for row in each.diff.splitlines()]
-    return text
+    return [_printable(row) for row in text]
+
+
+def _printable(text: str) -> str:
+    """Without what moves a terminal's cursor or colours it: a node's file names and answers may be anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def as_json(report: Report) -> str:

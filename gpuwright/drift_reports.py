@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as tree
 from datetime import datetime
-from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from gpuwright.drift import CONVERGE, Report, Verdict
 
@@ -52,8 +51,8 @@ def _plain(text: str) -> str:
     return "".join(c if c in "\t\n" or (ord(c) >= 32 and c not in "\ufffe\uffff") else "�" for c in text)
 
 
-def prometheus(report: Report, path: Path) -> None:
-    """Write the report for node_exporter's textfile collector: whole or not at all."""
+def prometheus(report: Report) -> str:
+    """The report for node_exporter's textfile collector."""
     registry = CollectorRegistry()
 
     def gauge(name: str, about: str, labels: tuple[str, ...] = ()) -> Gauge:
@@ -77,6 +76,4 @@ def prometheus(report: Report, path: Path) -> None:
     at = datetime.fromisoformat(report.at.replace("Z", "+00:00"))
     gauge("check_timestamp_seconds", "When the last drift check began.").set(at.timestamp())
     gauge("check_seconds", "How long the whole drift check took.").set(report.seconds)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_to_textfile(str(path), registry)
-    path.chmod(0o644)  # node_exporter is another user
+    return generate_latest(registry).decode()

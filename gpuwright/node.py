@@ -16,6 +16,7 @@ from gpuwright.plan import (
     config_stamp,
     damaged_distributions,
     edited_distributions,
+    manager,
     manager_files,
     settings_to_make,
     stale_files,
@@ -391,7 +392,8 @@ def record_state(spec: NodeSpec, found: NodeState, revision: str, at: str) -> li
     this run declared, thing by thing, which root alone may read. Not where another deploy has come in between: what is
     on record is what is there.
     """
-    deployed = {**(found.deployed or {}), **{s: d for s, d in spec.declared.items() if s in spec.data.stages}}
+    declared = spec.declared(manager(spec, found))
+    deployed = {**(found.deployed or {}), **{s: d for s, d in declared.items() if s in spec.data.stages}}
     state = {"spec_digest": spec.spec_digest, "runtime_digest": spec.runtime_digest, "tier": spec.tier.name}
     text = json.dumps({**state, "patch_set_digest": spec.patch_set_digest, "revision": revision, "at": at}, indent=1)
     kept = NodeFile(spec.paths.deployed, json.dumps(deployed, indent=1, sort_keys=True) + "\n", 0o600)

@@ -100,11 +100,16 @@ def _has(changes: list[Change], *steps: str) -> bool:
 
 def _preflight(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     if state.unreadable:
-        what = f"{_few(state.unreadable)} cannot be read by uid {state.uid}"
-        yield Change(PREFLIGHT, f"{what}\n    -> run as its owner, or with _sudo", blocked=True, unknown=True)
+        yield unread(state)
     stopping = before_install(spec, examine_node(spec, state))
     if stopping:
         yield Change(PREFLIGHT, stop_text(stopping), blocked=True)
+
+
+def unread(state: NodeState) -> Change:
+    """That this user may not read what a deploy has written, so that nothing else can be said of it."""
+    what = f"{_few(state.unreadable)} cannot be read by uid {state.uid}"
+    return Change(PREFLIGHT, f"{what}\n    -> run as its owner, or with _sudo", blocked=True, unknown=True)
 
 
 def examine_node(spec: NodeSpec, state: NodeState) -> Examination:
@@ -331,7 +336,7 @@ def _apply(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[C
     for each in decide(spec, state):
         file = each.file
         seen, keys = state.patched.get(file.path), (f"patched {file.path}",)
-        holds = seen.sha256[:16] if seen else ""
+        holds = seen.sha256[:16] if seen and each.state is not FileState.PRISTINE else ""  # as patches are declared
         wanted, goal = (f"by {file.names}", "applied") if file.chain else ("without patches", "pristine")
         if each.file.distribution in touched:
             if file.chain:
@@ -619,7 +624,8 @@ def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
     server = state.server
     record = server.record or {}
     if not spec.data.serve:
-        return ["stop", "shut_down"] if server.pid or server.orphans or server.enabled else []
+        stopped = ["stop", "shut_down"] if server.pid or server.orphans or server.enabled else []
+        return [*stopped, *(["retire"] if stale_managers(spec, state) else [])]
     kept = _keeper(server.manager, server.unit) == keeper(spec, state) and server.pid is not None
     if not kept or _changed_since(spec, state) or server.orphans or server.differs:
         return ["stop", "start", "wait"]
@@ -654,7 +660,7 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
             pending.remove(name)  # other files of that step change
     for what in stale_managers(spec, state):
         found = f"left of another supervisor than {keeper(spec, state)}"
-        yield Change(SERVER, what, "absent", found, keys=("supervisor", "unit"))
+        yield Change(SERVER, what, "absent", found, keys=_kept_by(spec, state))
     for orphan in state.server.orphans:
         yield Change(SERVER, f"process {orphan.pid} ({orphan.command})", "ended", "left of an earlier server")
     yield from _serving(spec, state, pending) if spec.data.serve else _idle(spec, state)
@@ -670,6 +676,11 @@ def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
                 yield Change(SERVER, what, blocked=True, follows=True)
 
 
+def _kept_by(spec: NodeSpec, state: NodeState) -> tuple[str]:
+    """What of NodeSpec.declared says who keeps the server: the unit's name where only that is another."""
+    return ("unit",) if state.server.manager == manager(spec, state) else ("supervisor",)
+
+
 def _as_started(spec: NodeSpec, state: NodeState, name: str) -> bool:
     """Whether the server was started from the very content that is declared of a file, whatever lies there now."""
     declared = {"launch script": spec.active_script, "supervisor's configuration": manager_files(spec, state)[0]}
@@ -680,11 +691,13 @@ def _as_started(spec: NodeSpec, state: NodeState, name: str) -> bool:
 def _changed_since(spec: NodeSpec, state: NodeState) -> list[str]:
     """What of runs_on is another than what the server was started on. A file that was only edited under it is not: the
     step that the file belongs to puts it back. When installed files were written counts for a server that was started
-    by another than a deploy: it may have loaded what nobody sees any more.
+    by another than a deploy: it may have loaded what nobody sees any more. A record without these two is of an older
+    gpuwright, and no reason to restart.
     """
     record, now = state.server.record or {}, runs_on(spec, state)
     then, own = record.get("runs_on") or {}, state.server.pid == record.get("pid")
-    changed = [name for name in now if now[name] != then.get(name) and not _as_started(spec, state, name)]
+    known = [name for name in now if name in then or name not in (INSTALLED, TIMES)]
+    changed = [name for name in known if now[name] != then.get(name) and not _as_started(spec, state, name)]
     return [name for name in changed if name != TIMES or not (own or INSTALLED in changed)]
 
 
@@ -709,7 +722,7 @@ def _serving(spec: NodeSpec, state: NodeState, pending: list[str]) -> Iterable[C
         yield Change(SERVER, f"tier {tier}", "serving", status, keys=("serve",))
         return
     if (found := _keeper(server.manager, server.unit)) != (kept := keeper(spec, state)):
-        yield Change(SERVER, f"tier {tier}", f"kept by {kept}", f"kept by {found}", keys=("supervisor", "unit"))
+        yield Change(SERVER, f"tier {tier}", f"kept by {kept}", f"kept by {found}", keys=_kept_by(spec, state))
         return
     if pending or changed:
         said = ", ".join(dict.fromkeys([*pending, *changed]))
@@ -718,7 +731,7 @@ def _serving(spec: NodeSpec, state: NodeState, pending: list[str]) -> Iterable[C
         of = "" if pending else " what changed since it was started"
         what = f"restart tier {tier}, because of{of}: {said}"
         yield Change(SERVER, what, follows=not changed, keys=_moved_by(spec, state, changed))
-    differs = server.differs and "launch script" not in (*pending, *changed)  # of which it would only follow
+    differs = server.differs and not {"launch script", "secrets"} & {*pending, *changed}  # it would follow from these
     if differs:
         found = "; ".join(server.differs[:4]) + (f" and {len(server.differs) - 4} more" if server.differs[4:] else "")
         yield Change(SERVER, f"tier {tier}, pid {server.pid}", "what its launch script starts", found)
@@ -755,7 +768,7 @@ def _moved_by(spec: NodeSpec, state: NodeState, changed: list[str]) -> tuple[str
 
 def restarts(spec: NodeSpec, state: NodeState | None) -> bool:
     """Whether a deploy starts this host's server anew: the other hosts of its cluster then must, too."""
-    return state is not None and bool({"stop", "start"} & set(server_actions(spec, state)))
+    return state is not None and "start" in server_actions(spec, state)
 
 
 def unused_caches(spec: NodeSpec, state: NodeState) -> list[str]:
@@ -775,7 +788,7 @@ def _record(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
         wanted, said = spec.spec_digest[:12], found[:12] or "none"
         yield Change(RECORD, "spec", wanted, said, follows=to_come, keys=("spec",), holds=found[:16])
         return
-    then, now = (flat(each, spec.data.stages) for each in (state.deployed or {}, spec.declared))
+    then, now = (flat(each, spec.data.stages) for each in (state.deployed or {}, spec.declared(manager(spec, state))))
     moved = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
     if moved:
         what = f"what is declared: {_few(moved)}"

@@ -273,10 +273,10 @@ class NodeSpec:
         model = self.data.model
         return f"{self.paths.root}/model" if isinstance(model, TinyModel) else model.path
 
-    @cached_property
-    def declared(self) -> dict[str, dict[str, str]]:
-        """What each stage brings about, by a name for each thing. A deploy records it; a drift check compares it with
-        what it finds, to tell a node that has moved from a repository that has.
+    def declared(self, kept_by: str) -> dict[str, dict[str, str]]:
+        """What each stage brings about, by a name for each thing, on a node whose server `systemd` or `supervisor`
+        keeps. A deploy records it; a drift check compares it with what it finds, to tell a node that has moved from a
+        repository that has.
         """
         system = {f"folder {path}": mode_text(mode) for path, mode in self.paths.folders.items()}
         system |= {f"setting {each.id}": str(each.value) for each in self.system} | _file_keys(self.system_files)
@@ -288,8 +288,8 @@ class NodeSpec:
             runtime |= _file_keys([self.cuda_stub_source])
         patches = {f"patched {patch.file}": patch.post_sha256[:16] for patch in self.patches}
         config = [self.lock.sha256, self.data.python, self.config_proofs]
-        service = _file_keys(self.service_files) | {"cache": self.runtime_digest[:16], "serve": str(self.data.serve)}
-        service |= {"supervisor": self.data.supervisor, "unit": self.data.unit}
+        service = _file_keys(self.manager_files(kept_by)) | {"cache": self.runtime_digest[:16]}
+        service |= {"supervisor": self.data.supervisor, "unit": self.data.unit, "serve": str(self.data.serve)}
         return {
             "system": system,
             "runtime": runtime,

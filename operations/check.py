@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
 from io import TextIOWrapper
 from pathlib import Path
 
 import gevent
+from gevent.lock import BoundedSemaphore
 from pyinfra import logger, state  # type: ignore[attr-defined]
 from pyinfra.api.config import Config
 from pyinfra.api.exceptions import ConnectError, PyinfraError
@@ -52,10 +54,13 @@ def main(arguments: list[str]) -> int:
     verdicts = _checked(hosts, options)
     seconds = round(time.monotonic() - begin, 3)
     report = Report(at=at, inventory=options.inventory, seconds=seconds, hosts=verdicts)
-    if not options.quiet:
-        print(_text(report, options))
-    _write(report, options)
-    return report.exit_code
+    if options.quiet:
+        report_errors = [each for each in verdicts if each.status == "error"]
+        for each in report_errors:
+            print(f"{each.host}: {drift.lines(each)[0]}", file=sys.stderr)
+    else:
+        print(_text(report, options), file=sys.stderr if str(options.json) == "-" else sys.stdout)
+    return report.exit_code if _write(report, options) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,7 +129,7 @@ def _matching(inventory: Inventory, patterns: Iterable[str]) -> list[Host]:
     patterns = list(patterns)
     for pattern in patterns:
         names = {
-            host.name for host in everyone if pattern == "all" or pattern in host.groups or fnmatch(host.name, pattern)
+            host.name for host in everyone if pattern in ("all", host.name, *host.groups) or fnmatch(host.name, pattern)
         }
         if not names:
             there = nearest(pattern, {*inventory.groups, "all", *(host.name for host in everyone)})
@@ -141,7 +146,8 @@ def _checked(hosts: list[Host], options: argparse.Namespace) -> list[Verdict]:
         text = f"bad input, and no host was touched:\n{error}"
         print(f"check.py: error: {text}", file=sys.stderr)
         return [failed(host.name, text) for host in hosts]
-    waiting = {state.pool.spawn(_check, host, specs[host.name], options.diff): host for host in hosts}
+    turns = BoundedSemaphore(state.config.PARALLEL)  # a pool would have those that wait for a turn started by its own
+    waiting = {gevent.spawn(_check, host, specs[host.name], options.diff, turns): host for host in hosts}
     verdicts = {host.name: failed(host.name, "the check was interrupted before it answered") for host in hosts}
     # In a greenlet of its own: what a handler of Python's raises may end up in any host's, or in none.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -153,9 +159,9 @@ def _checked(hosts: list[Host], options: argparse.Namespace) -> list[Verdict]:
     return [verdicts[host.name] for host in hosts]
 
 
-def _check(host: Host, spec: NodeSpec, diffs: bool) -> Verdict:
-    begin = time.monotonic()
-    with ctx_host.use(host):
+def _check(host: Host, spec: NodeSpec, diffs: bool, turns: BoundedSemaphore) -> Verdict:
+    with turns, ctx_host.use(host):
+        begin = time.monotonic()
         try:
             host.connect(show_errors=False, raise_exceptions=True)
         except ConnectError as error:
@@ -166,7 +172,7 @@ def _check(host: Host, spec: NodeSpec, diffs: bool) -> Verdict:
             verdict = check_host(host, spec, diffs=diffs)
         finally:
             host.disconnect()
-    return verdict.model_copy(update={"seconds": round(time.monotonic() - begin, 3)})
+        return verdict.model_copy(update={"seconds": round(time.monotonic() - begin, 3)})
 
 
 def _text(report: Report, options: argparse.Namespace) -> str:
@@ -183,28 +189,44 @@ def _text(report: Report, options: argparse.Namespace) -> str:
     said = ", ".join(f"{len(names)} {status}" for status, names in counts.items() if names)
     rows.append(f"{len(report.hosts)} host{'s' if report.hosts[1:] else ''}: {said}; {report.seconds:.1f} s")
     if counts["drift"]:
-        limits = " ".join(f"--limit {name}" for name in counts["drift"])
-        rows.append(f"to bring them back: pyinfra {options.inventory} deploy.py -y {limits}")
+        words = [word for name in counts["drift"] for word in ("--limit", name)]
+        words += [word for each in options.data for word in ("--data", each)]
+        rows.append(f"to bring them back: pyinfra {shlex.join([options.inventory, 'deploy.py', '-y', *words])}")
     return "\n".join(rows)
 
 
-def _write(report: Report, options: argparse.Namespace) -> None:
-    if options.json and str(options.json) == "-":
-        print(drift.as_json(report), end="")
-    elif options.json:
-        _replace(options.json, drift.as_json(report))
+def _write(report: Report, options: argparse.Namespace) -> bool:
+    """Write what was asked for; whether all of it could be written."""
+    reports: dict[Path, Callable[[Report], str]] = {}
+    if options.json and str(options.json) != "-":
+        reports[options.json] = drift.as_json
     if options.junit or options.prom:
         from gpuwright import drift_reports  # only here: what a check without them needs not load
 
-        if options.junit:
-            _replace(options.junit, drift_reports.junit(report))
-        if options.prom:
-            drift_reports.prometheus(report, options.prom)
+        reports |= {options.junit: drift_reports.junit} if options.junit else {}
+        reports |= {options.prom: drift_reports.prometheus} if options.prom else {}
+    if str(options.json) == "-":
+        print(drift.as_json(report), end="")
+    written = True
+    for path, form in reports.items():
+        try:
+            _replace(path, form(report))
+        except OSError as error:
+            print(f"check.py: error: {path} could not be written: {error.strerror}", file=sys.stderr)
+            written = False
+    return written
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a reader never sees half a report."""
+    """Write a file whole or not at all: a reader never sees half a report. A device or a pipe is written to."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.chmod(0o644)  # node_exporter, and who reads a report, is another user
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -45,6 +45,7 @@ def _examine() -> int:
         folder = Path(spec.data.save_observation)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{folder_name(host.name)}.json"
+        path.touch(mode=0o600)  # digests of secrets are among it
         path.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
         host.log(f"  wrote {path}: python -m gpuwright doctor {path} --group …", logger.info)
     return 0 if result.passes else 2

@@ -42,12 +42,16 @@ def _print_json(unreached: list[str]) -> None:
         lost = [Verdict(host=name, status="error", error="it could not be reached") for name in unreached]
         hosts = sorted([*_verdicts, *lost], key=lambda each: each.host)
         seconds = max((each.seconds or 0.0 for each in hosts), default=0.0)
-        print(drift.as_json(Report(at=now(), inventory=sys.argv[1], seconds=seconds, hosts=hosts)), end="")
+        inventory = next((each for each in sys.argv[1:] if each.endswith(".py") and "inventory" in each), "")
+        print(drift.as_json(Report(at=BEGAN, inventory=inventory, seconds=seconds, hosts=hosts)), end="")
 
 
 def now() -> str:
     """UTC time, as ISO 8601."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+BEGAN = now()
 
 
 def check_host(host: Host, spec: NodeSpec, *, diffs: bool) -> Verdict:
@@ -77,9 +81,13 @@ def _judged(host: Host, spec: NodeSpec, diffs: bool) -> Verdict:
     files = drift.own_files(spec, found) if diffs else []
     if not files:
         return verdict
-    succeeded, output = ask(host, node.read_files([file.path for file in files]), timeout=patience)
-    texts = json.loads(last_line(output.stdout)) if succeeded else {}
-    return drift.with_diffs(verdict, files, texts, spec.secret_values)
+    try:
+        succeeded, output = ask(host, node.read_files([file.path for file in files]), timeout=patience)
+        texts = json.loads(last_line(output.stdout)) if succeeded else {}
+    except Exception:  # what is known of the host is known without the texts, too
+        return verdict
+    secrets = [*spec.secret_values, *([spec.model_token] if spec.model_token else [])]
+    return drift.with_diffs(verdict, files, texts, secrets)
 
 
 def _reason(error: Exception, spec: NodeSpec) -> str:

@@ -24,6 +24,6 @@ def require_match(**groups: list[HostEntry]) -> None:
     patterns: Iterable[str] = (context.params.get("limit") or ()) if context else ()
     hosts = {entry if isinstance(entry, str) else entry[0] for group in groups.values() for entry in group}
     for pattern in patterns:
-        if pattern not in (*groups, "all") and not any(fnmatch(name, pattern) for name in hosts):
+        if pattern not in (*groups, "all", *hosts) and not any(fnmatch(name, pattern) for name in hosts):
             there = nearest(pattern, {*groups, "all", *hosts})
             raise StopRun(f'--limit "{pattern}" matches no host of this inventory; {there}')

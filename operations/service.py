@@ -58,7 +58,7 @@ def run_tier(spec: NodeSpec) -> Commands:
             shell_failure(f"{', '.join(sorted(lacking))} of this cluster cannot be reached: not started")
         )
         return
-    restarting = [peer.host for peer in peers if restarts(peer, observe_peer(peer))]
+    restarting = [peer.host for peer in peers if spec.data.serve and restarts(peer, observe_peer(peer))]
     yield from converge(
         spec,
         SERVER,
@@ -71,7 +71,7 @@ def run_tier(spec: NodeSpec) -> Commands:
 
 
 def _how(spec: NodeSpec, state: NodeState, restart: bool) -> tuple[list[str], dict[str, str], str, str | None]:
-    actions = ["stop", "start", "wait"] if restart else server_actions(spec, state)
+    actions = ["stop", "start", "wait"] if restart and spec.data.serve else server_actions(spec, state)
     return actions, runs_on(spec, state), manager(spec, state), (state.server.record or {}).get("started_at")
 
 

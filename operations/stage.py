@@ -153,10 +153,10 @@ def _planned(spec: NodeSpec, found: NodeState) -> Plan:
 
 def observe_peer(spec: NodeSpec) -> NodeState | None:
     """The state of another host of the run, read now; None when it does not answer."""
-    command = observe(spec)
+    command, patience = observe(spec, remember=state.is_executing), spec.data.observe_timeout_s
     peer = state.inventory.get_host(spec.host)
     try:
-        found: NodeState | None = peer.get_fact(Observation, line=command.line, _stdin=command.stdin)
+        found: NodeState | None = peer.get_fact(Observation, line=command.line, _stdin=command.stdin, _timeout=patience)
     except Exception:
         return None  # whatever keeps a peer from answering fails the peer itself, in its own turn
     return found

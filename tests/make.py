@@ -188,7 +188,7 @@ def settled_state(spec: NodeSpec, **changed: Any) -> NodeState:
         model=model,
         caches=[spec.runtime_digest[:16]],
         state={"spec_digest": spec.spec_digest},
-        deployed=spec.declared,
+        deployed=spec.declared("systemd" if spec.data.supervisor == "systemd" else "supervisor"),
         results=[
             SeenResult(
                 file="r.json", spec_digest=spec.spec_digest, benchmark_digest=spec.benchmark_digest, verdict="accepted"

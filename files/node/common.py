@@ -8,6 +8,7 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -98,6 +99,11 @@ def now():
 
 def answer_with(value):
     """Print a script's answer, on a line of its own: a shell's start-up file may have printed half a line before it."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a file's name may be any bytes, which no JSON can hold
+        value = json.loads(text.encode("utf-8", "replace"))
     print("\n" + json.dumps(value))
 
 
@@ -339,11 +345,19 @@ def marked_processes(root):
     return sorted(found)
 
 
+SECRET = re.compile(r"(?i)([\w-]*(?:token(?!s)|secret|passw|[_-]key|apikey|credential)[\w-]*[= ])\S+")
+
+
+def masked(text):
+    """A command line without the values of what looks like a secret: it is told to whoever asks for a verdict."""
+    return SECRET.sub(r"\1***", text)
+
+
 def command_line(pid):
     """A process's command line, for a message."""
     try:
         with open("/proc/%d/cmdline" % pid, "rb") as handle:
-            return handle.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:200]
+            return masked(handle.read().replace(b"\0", b" ").decode("utf-8", "replace").strip())[:200]
     except OSError:
         return ""
 

@@ -67,6 +67,11 @@ TEXT = tuple(
 )
 
 
+def recorded_form(sha256):
+    """A sha256 as RECORD writes it."""
+    return base64.urlsafe_b64encode(bytes.fromhex(sha256)).rstrip(b"=").decode()
+
+
 def hash_files(site, paths):
     """{path: sha256 as RECORD writes it, or None if it cannot be read}, on every core.
 
@@ -82,8 +87,7 @@ def hash_files(site, paths):
             found = {}
             for path in paths[number::jobs]:
                 try:
-                    digest = bytes.fromhex(sha256_of(os.path.join(site, path)))
-                    found[path] = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+                    found[path] = recorded_form(sha256_of(os.path.join(site, path)))
                 except OSError:
                     found[path] = None
             with os.fdopen(writer, "wb") as out:
@@ -171,7 +175,7 @@ def distributions(site, patched, builds, deep_cache=None, hashes=True):
     for path in patched:
         try:
             times[path] = os.stat(os.path.join(site, path)).st_mtime_ns
-            content[path] = sha256_of(os.path.join(site, path))
+            content[path] = recorded_form(sha256_of(os.path.join(site, path)))
         except OSError:
             continue
     newest = max(times, key=lambda path: (times[path], path), default=None)
@@ -355,7 +359,7 @@ def differs(pid):
     if not argv or environ is None or os.path.basename(argv[0]) == "bash":
         return []
     if argv[1:3] != ["-m", wanted["module"]]:
-        return ["its command is %s, not %s" % (" ".join(argv[:3])[:80], wanted["module"])]
+        return ["its command is %s, not %s" % (command_line(pid)[:80], wanted["module"])]
     expected, found, said = pairs(wanted["argv"]), pairs(argv[3:]), []
     for flag in sorted({*expected, *found}):
         if flag not in found:
@@ -372,7 +376,7 @@ def differs(pid):
             said.append("variable %s is %s, not %s" % (name, env[name][:80], value))
     known = {*wanted["env"], *wanted["names"], "PWD", "SHLVL", "_", "OLDPWD"}
     said += ["variable %s is not in it" % name for name in sorted({*env} - known)]
-    return said
+    return [masked(each) for each in said]
 
 
 def supervised(pid, ours):

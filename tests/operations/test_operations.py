@@ -386,7 +386,7 @@ def test_record(collect: Collect) -> None:
     assert request["only_where"] == ours | {LAB.paths.lock_copy: LAB.lock.sha256}, "no other deploy came in between"
     kept, row = request["files"]
     assert (kept["path"], kept["mode"]) == (f"{ROOT}/run/deployed.json", 0o600), "first: state.json says it is done"
-    assert json.loads(kept["text"]) == LAB.declared
+    assert json.loads(kept["text"]) == LAB.declared("supervisor")
     state = json.loads(row["text"])
     assert row["path"] == f"{ROOT}/state.json" and state["spec_digest"] == LAB.spec_digest
     assert re.fullmatch(r"[0-9a-f]{40}\+?|unknown", state["revision"])

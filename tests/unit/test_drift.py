@@ -6,7 +6,6 @@ import json
 import xml.etree.ElementTree as tree
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -241,7 +240,7 @@ def test_while_the_repository_stands_still_nothing_is_intentional(
 def test_every_key_of_a_change_is_one_that_is_declared() -> None:
     """Else a rename would turn every finding of that step into a corrective one."""
     moves = [change(SETTLED) for _, change, _ in MOVED.values()]
-    declared = {key for stage in LAB.declared.values() for key in stage}
+    declared = {key for stage in LAB.declared("supervisor").values() for key in stage}
     keys = {key for state in [*moves, empty_state(LAB)] for c in plan(LAB, state).changes for key in c.keys}
     strangers = {f"file {LAB.paths.launch}/mine.sh", "distribution vllm", p.INSTALLED}
     assert keys - declared == strangers and len(keys) > 30
@@ -264,11 +263,17 @@ def test_a_diff_shows_what_was_changed_and_no_secret() -> None:
 
 
 @pytest.mark.parametrize("line", [
-    "export HF_TOKEN=S3CRET", "api_key: S3CRET", '"api-key": "S3CRET"', "--admin-api-key S3CRET", "PASSWORD = 'S3CRET'",
-    "AWS_SECRET_ACCESS_KEY=S3CRET", "--api-key=S3CRET", "Authorization: Bearer S3CRET",
+    "export HF_TOKEN=S3CRET", "api_key: S3CRET", '"api-key": "S3CRET"', "--admin-api-key S3CRET", "--api-key=S3CRET",
+    "AWS_SECRET_ACCESS_KEY=S3CRET", "Authorization: Bearer S3CRET", "PASSWORD='a S3CRET with words'",
+    "https_proxy=http://user:S3CRET@proxy", "PASSPHRASE=S3CRET", "export SGLANG_KEY=S3CRET",
 ])  # fmt: skip
 def test_what_looks_like_a_secret_is_left_out(line: str) -> None:
     assert "S3CRET" not in drift.diff(NodeFile("/x", "a\n"), f"a\n{line}\n")
+
+
+def test_what_is_no_secret_is_shown_and_of_two_secrets_the_longer_goes_first() -> None:
+    shown = drift.diff(NodeFile("/x", "a\n"), "a\n  --max-total-tokens 10000\n# abcdef\n", ["abc", "abcdef"])
+    assert "+  --max-total-tokens 10000" in shown and "+# ***" in shown and "def" not in shown
 
 
 def test_files_of_secrets_are_never_read_for_a_diff(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,12 +326,11 @@ def test_junit_has_a_case_for_each_host_and_stage() -> None:
     assert not cases.pop("patches") and all(cases.values())
 
 
-def test_prometheus_reads_the_metrics(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "gpuwright.prom"
-    prometheus(report_of(CLEAN, DRIFTED, LOST), path)
+def test_prometheus_reads_the_metrics() -> None:
+    text = prometheus(report_of(CLEAN, DRIFTED, LOST))
     samples = {
         (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(path.read_text())
+        for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
     assert samples["gpuwright_drift_findings", "corrective", "launchers", "two"] == 1
@@ -335,7 +339,6 @@ def test_prometheus_reads_the_metrics(tmp_path: Path) -> None:
     errors = [samples["gpuwright_drift_check_error", host] for host in ("one", "two", "three")]
     assert drifted == [0, 1, 0] and errors == [0, 0, 1]
     assert samples["gpuwright_drift_check_timestamp_seconds",] == 1796032800
-    assert path.stat().st_mode & 0o777 == 0o644 and list(path.parent.iterdir()) == [path]
 
 
 def test_json_is_what_its_schema_says() -> None:
@@ -402,7 +405,7 @@ def test_a_lost_enablement_is_mended_without_a_restart() -> None:
 def test_a_spec_is_held_against_the_stages_that_a_deploy_had() -> None:
     """A deploy of some stages records those alone."""
     spec = replace(LAB, data=LAB.data.model_copy(update={"stages": ["launchers", "service"]}))
-    then = {stage: dict(values) for stage, values in LAB.declared.items()}
+    then = {stage: dict(values) for stage, values in LAB.declared("supervisor").items()}
     then["runtime"]["venv"] = "3.10"
     state = SETTLED.model_copy(update={"deployed": then})
     assert plan(spec, state).of(p.RECORD) == []
@@ -418,3 +421,61 @@ def test_files_that_were_only_written_again_do_not_restart_the_server_that_was_s
     (found,) = findings(LAB, again)
     assert found.kind == "corrective" and str(found).endswith("since it was started: times of the installed files")
     assert p.server_actions(LAB, server(SETTLED, pid=7)) == ["adopt", "wait"]
+
+
+def test_a_check_that_could_read_nothing_is_an_error_whatever_it_was_asked() -> None:
+    spec = lab_spec(stages=["patches", "service"])
+    verdict = judge(spec, settled_state(spec, unreadable=[spec.paths.run], uid=1000))
+    assert (verdict.status, verdict.stages) == ("error", []) and len(verdict.findings) == 1
+
+
+def test_an_added_patch_is_intentional_and_a_lost_one_is_not() -> None:
+    before = settled_state(lab_spec(system={"shared-memory": 1}, patches="none"))
+    pristine = {patch.file: SeenFile(sha256=patch.pre_sha256, size=1, mode=0o644) for patch in LAB.patches}
+    before = before.model_copy(update={"patched": pristine, "manifest": {}})
+    assert {each.kind for each in findings(LAB, before) if each.stage == "patches"} == {"intentional"}
+    assert findings(LAB, patched(SETTLED, LAB.patches[0].pre_sha256))[0].kind == "corrective"
+
+
+def test_another_unit_or_supervisor_is_the_repository_s_move() -> None:
+    spec = gpu_spec(unit="other")
+    then = gpu_spec()
+    state = settled_state(then, systemd=True, deployed=then.declared("systemd"))
+    files = state.files | {f.path: SeenFile(sha256=f.sha256, size=1, mode=f.mode) for f in then.systemd_files}
+    state = state.model_copy(
+        update={"files": files | {then.paths.supervisor_conf: None}, "unit_owner": then.paths.root}
+    )
+    state = server(state, manager="systemd", unit="sglang-server", units=["sglang-server"], enabled=True)
+    then_record = state.server.record or {}
+    state = server(state, record=then_record | {"runs_on": p.runs_on(then, state)})
+    assert findings(then, state) == []
+    assert {each.kind for each in findings(spec, state.model_copy(update={"unit_owner": None}))} == {"intentional"}
+    supervised = findings(gpu_spec(supervisor="supervisor"), state)
+    assert supervised and {each.kind for each in supervised} == {"intentional"}
+
+
+def test_a_record_of_an_older_gpuwright_is_no_reason_to_restart() -> None:
+    record = SETTLED.server.record or {}
+    old = {name: value for name, value in record["runs_on"].items() if name not in (p.INSTALLED, p.TIMES)}
+    assert p.server_actions(LAB, server(SETTLED, record=record | {"runs_on": old})) == []
+
+
+def test_a_stage_that_was_never_recorded_has_not_moved_by_itself() -> None:
+    state = SETTLED.model_copy(update={"deployed": {"service": LAB.declared("supervisor")["service"]}})
+    lock = replace(LAB.lock, sha256="9" * 64, versions=LAB.lock.versions | {"transformers": "5.3.0"})
+    found = [each for each in findings(replace(LAB, lock=lock), state) if each.stage == "runtime"]
+    assert found and {each.kind for each in found} == {"intentional"}
+
+
+def test_a_node_that_does_not_serve_is_rid_of_another_supervisor_s_unit_and_starts_no_peer() -> None:
+    spec = lab_spec(serve=False)
+    left = idle(spec, units=["other"])
+    assert p.server_actions(spec, left) == ["retire"] and not p.restarts(spec, left)
+    assert p.server_actions(spec, settled_state(spec)) == ["stop", "shut_down"]
+    assert not p.restarts(spec, settled_state(spec))
+
+
+def test_what_moves_a_terminal_is_shown_and_not_done() -> None:
+    odd = SETTLED.model_copy(update={"launch_scripts": [*SETTLED.launch_scripts, "\x1b[2Jé.sh"]})
+    text = "\n".join(drift.lines(judge(LAB, odd)))
+    assert "\x1b" not in text and "\\x1b[2Jé.sh" in text
