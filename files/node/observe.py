@@ -367,7 +367,7 @@ def differs(pid):
         elif flag not in expected:
             said.append("%s is not in it" % flag)
         elif expected[flag] != found[flag]:
-            said.append("%s is %s, not %s" % (flag, " ".join(found[flag]), " ".join(expected[flag])))
+            said.append("%s is %s, not %s" % (flag, masked(" ".join(found[flag])), " ".join(expected[flag])))
     env = dict(each.split("=", 1) for each in environ if "=" in each)
     for name, value in sorted(wanted["env"].items()):
         if name not in env:
@@ -376,7 +376,7 @@ def differs(pid):
             said.append("variable %s is %s, not %s" % (name, env[name][:80], value))
     known = {*wanted["env"], *wanted["names"], "PWD", "SHLVL", "_", "OLDPWD"}
     said += ["variable %s is not in it" % name for name in sorted({*env} - known)]
-    return [masked(each) for each in said]
+    return said
 
 
 def supervised(pid, ours):
