@@ -735,14 +735,13 @@ def _serving(spec: NodeSpec, state: NodeState, pending: list[str]) -> Iterable[C
     if differs:
         found = "; ".join(server.differs[:4]) + (f" and {len(server.differs) - 4} more" if server.differs[4:] else "")
         yield Change(SERVER, f"tier {tier}, pid {server.pid}", "what its launch script starts", found)
-    if pending or changed or differs:
-        pass
-    elif server.pid != record.get("pid"):
+    restarted = pending or changed or differs  # after which none of the following is so
+    if not restarted and server.pid != record.get("pid"):
         again = f"pid {server.pid}, started again by {server.manager} after a crash or a reboot"
         yield Change(SERVER, f"take over tier {tier}", f"pid {record.get('pid')}, as started", again)
-    elif not record.get("ready_at"):
+    elif not restarted and not record.get("ready_at"):
         yield Change(SERVER, f"await tier {tier}", "ready", f"pid {server.pid} is still loading")
-    elif server.health != 200:
+    elif not restarted and server.health != 200:
         yield Change(SERVER, f"tier {tier}", "/health answers 200", f"{server.health or 'no answer'}")
     if server.enabled is False:
         yield Change(SERVER, f"unit {server.unit}", "started at boot", "not enabled")

@@ -55,8 +55,7 @@ def main(arguments: list[str]) -> int:
     seconds = round(time.monotonic() - begin, 3)
     report = Report(at=at, inventory=options.inventory, seconds=seconds, hosts=verdicts)
     if options.quiet:
-        report_errors = [each for each in verdicts if each.status == "error"]
-        for each in report_errors:
+        for each in (each for each in verdicts if each.status == "error"):
             print(f"{each.host}: {drift.lines(each)[0]}", file=sys.stderr)
     else:
         print(_text(report, options), file=sys.stderr if str(options.json) == "-" else sys.stdout)

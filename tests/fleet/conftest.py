@@ -206,15 +206,10 @@ def three() -> Iterator[list[Node]]:
     """Three nodes that are as declared, whose sshd logs each command."""
     if reason := nodes.reason_to_skip() or FLEET.refusal():
         pytest.skip(reason)
-    FLEET.down()  # of a run that was killed
-    try:
-        fleet = FLEET.up(["node-1", "node-2", "node-3"])
+    with nodes.running(FLEET, ["node-1", "node-2", "node-3"]) as fleet:
         for node in fleet:
             node.run("echo LogLevel VERBOSE >/etc/ssh/sshd_config.d/verbose.conf; systemctl reload ssh")
         yield fleet
-    finally:
-        FLEET.down()
-    assert FLEET.owner() is None and not FLEET.folder.exists()
 
 
 @pytest.fixture(scope="module")

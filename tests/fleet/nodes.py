@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -423,6 +423,17 @@ class Fleet:
         if not FORWARD_BEFORE.exists():
             FORWARD_BEFORE.write_text(FORWARD.read_text())
         FORWARD.write_text("1\n")
+
+
+@contextlib.contextmanager
+def running(fleet: Fleet, names: Iterable[str]) -> Iterator[list[Node]]:
+    """These nodes while a test needs them; at the end nothing of them is left."""
+    fleet.down()  # of a run that was killed
+    try:
+        yield fleet.up(names)
+    finally:
+        fleet.down()
+    assert fleet.owner() is None and not fleet.folder.exists()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -21,12 +21,8 @@ FLEET = Fleet(REPOSITORY / ".lab" / "fleet-test", "gwtest0", "10.213.78")
 def two() -> Iterator[list[Node]]:
     if reason := nodes.reason_to_skip() or FLEET.refusal():
         pytest.skip(reason)
-    FLEET.down()  # of a run that was killed
-    try:
-        yield FLEET.up(["node-1", "node-2"])
-    finally:
-        FLEET.down()
-    assert FLEET.owner() is None and not FLEET.folder.exists()
+    with nodes.running(FLEET, ["node-1", "node-2"]) as fleet:
+        yield fleet
 
 
 def test_each_node_is_a_machine_of_its_own(two: list[Node]) -> None:

@@ -15,10 +15,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from gpuwright.ladder import TookEffect
 from gpuwright.node import run_server
 from gpuwright.spec import NodeSpec, build_spec
 from tests import sshd
+from tests.fleet.nodes import within
 from tests.lab.conftest import PYINFRA, Lab, Run, alive, children, free_ports, ok
 from tests.make import catalogue, group_data
 
@@ -193,15 +193,6 @@ def test_a_log_is_rotated(node: Lab) -> None:
     assert within(20, lambda: log.with_name(log.name + ".1").exists() and log.stat().st_size < 1_000_000)
     assert ok(node.deploy(*NO_SMOKE)).changed == [], "a rotated log is no reason to do anything"
     log.with_name(log.name + ".1").unlink()
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
 
 
 def test_a_supervisor_that_gave_up_is_quoted_and_the_server_started_again(node: Lab) -> None:

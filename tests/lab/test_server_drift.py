@@ -17,8 +17,8 @@ import pytest
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
 from gpuwright.drift import Report, Verdict
+from tests.fleet.nodes import within
 from tests.lab.conftest import Lab, ok
-from tests.lab.test_server import within
 
 NO_SMOKE = ("--data", "smoke=never")
 

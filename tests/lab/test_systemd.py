@@ -18,9 +18,10 @@ import pytest
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
 from gpuwright.drift import Report
+from tests.fleet.nodes import within
 from tests.lab import container
 from tests.lab.conftest import RESULTS, Lab, Run, ok
-from tests.lab.test_server import healthy, within
+from tests.lab.test_server import healthy
 
 UNIT = "gpuwright-lab"
 STAGES = "stages=system,launchers,service"
