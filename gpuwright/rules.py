@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from jinja2 import nodes
@@ -56,7 +57,7 @@ def rule_errors(
         if rule.id in seen:
             errors.append(origin.error((*loc, "id"), f'"{rule.id}" is used twice'))
         seen.add(rule.id)
-        covered = [stack for stack, pin in engines.items() if _covers(rule, pin)]
+        covered = [stack for stack, pin in engines.items() if _covers(rule.engine, pin)]
         known = {flag.replace("-", "_") for stack in covered for flag in flags[stack]}
         for key in ("when", "require"):
             found, tree = expressions.problems(origin, (*loc, key), getattr(rule, key), NAMES)
@@ -69,8 +70,9 @@ def rule_errors(
     return errors
 
 
-def _covers(rule: Rule, pin: str) -> bool:
-    wanted, name, version = Requirement(rule.engine), *pin.split("==")
+@cache
+def _covers(engine: str, pin: str) -> bool:
+    wanted, name, version = Requirement(engine), *pin.split("==")
     return wanted.name == name and wanted.specifier.contains(version, prereleases=True)
 
 
@@ -95,7 +97,7 @@ def broken(rules: Iterable[Rule], ladder: Ladder, tier: Tier, engine: str) -> li
         concerns = expressions.holds(rule.when, context)
         return concerns is False or bool(concerns and expressions.holds(rule.require, context))
 
-    return [rule for rule in rules if rule.id not in waived and _covers(rule, engine) and not kept(rule)]
+    return [rule for rule in rules if rule.id not in waived and _covers(rule.engine, engine) and not kept(rule)]
 
 
 def _written(rule: Rule, at: Loc, origin: Origin) -> Loc:

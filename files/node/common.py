@@ -29,11 +29,13 @@ sys.excepthook = plainly
 
 
 def sha256_of(path):
-    """The sha256 of a file, in hex."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as handle:
-        for block in iter(lambda: handle.read(1 << 20), b""):
+    """The sha256 of a file, in hex. By plain reads: of small files, a buffer takes longer to make than to fill."""
+    digest, handle = hashlib.sha256(), os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for block in iter(lambda: os.read(handle, 1 << 18), b""):
             digest.update(block)
+    finally:
+        os.close(handle)
     return digest.hexdigest()
 
 

@@ -16,6 +16,7 @@ import fcntl
 import logging
 import re
 import shutil
+import stat
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 # What the node's other programs trust, a company's own CA included; the client alone trusts a list of its own.
@@ -88,8 +89,12 @@ def wanted():
 
 
 def size_at(path):
-    """A regular file's size, -1 where there is none."""
-    return os.path.getsize(path) if os.path.isfile(path) else -1
+    """A regular file's size, -1 where there is none; in one look, as another thread may move the file away."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return -1
+    return found.st_size if stat.S_ISREG(found.st_mode) else -1
 
 
 def part_of(name, file):

@@ -7,7 +7,9 @@ active tier's launch script ends in).
 """
 
 import base64
+import collections
 import glob
+import marshal
 import re
 import shutil
 import stat
@@ -54,6 +56,14 @@ def unreadable(paths):
     return sorted(found)
 
 
+def size_of(path):
+    """A file's size in bytes, 0 where there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
 def nearest_existing(path):
     while not os.path.exists(path):
         path = os.path.dirname(path)
@@ -72,46 +82,88 @@ def recorded_form(sha256):
     return base64.urlsafe_b64encode(bytes.fromhex(sha256)).rstrip(b"=").decode()
 
 
-def hash_files(site, paths):
-    """{path: sha256 as RECORD writes it, or None if it cannot be read}, on every core.
+def shared_out(work, items, weight):
+    """[work(item) for item in items], on every core and in any order; `weight` says how long one takes, roughly.
 
     By forking: this script has no file of its own that a worker process could import.
     """
-    jobs = min(8, os.cpu_count() or 1, 1 + len(paths) // 500)
-    readers, answer = [], {}
-    for number in range(jobs):
+    jobs = min(8, os.cpu_count() or 1, 1 + sum(map(weight, items)) // 100_000)
+    shares = [[0, []] for _ in range(jobs)]
+    for item in sorted(items, key=weight, reverse=True):
+        least = min(shares, key=lambda share: share[0])
+        least[0] += weight(item)
+        least[1].append(item)
+    readers, answer = [], []
+    for _, share in shares[1:]:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(reader)
-            found = {}
-            for path in paths[number::jobs]:
-                try:
-                    found[path] = recorded_form(sha256_of(os.path.join(site, path)))
-                except OSError:
-                    found[path] = None
             with os.fdopen(writer, "wb") as out:
-                out.write(json.dumps(found).encode())
+                marshal.dump([work(item) for item in share], out)
             os._exit(0)
         os.close(writer)
         readers.append((child, reader))
+    answer += [work(item) for item in shares[0][1]]
     for child, reader in readers:
         with os.fdopen(reader, "rb") as handle:
-            answer.update(json.loads(handle.read()))
+            answer += marshal.load(handle)
         os.waitpid(child, 0)
     return answer
 
 
-def hash_deep(site, stats, cache, remember):
-    """hash_files of everything, but for files whose size, mtime and inode are those they had when last read."""
-    kept = read_json(cache) or {}
-    known = {path: kept[path][1] for path, stat in stats.items() if path in kept and kept[path][0] == stat}
-    fresh = hash_files(site, [path for path in stats if path not in known])
-    known.update(fresh)
-    if fresh and remember:
-        entries = {path: [stats[path], digest] for path, digest in known.items() if digest}
-        write_atomic(cache, json.dumps(entries).encode())
-    return known
+def distribution(site, info, patched, build, kept, hashes):
+    """What an installed distribution is like, of its own RECORD alone: {"problem" (or None), "paths" that it brings but
+    for `patched` ones, "odd" {path: how it is not as recorded}, "missing", "content" and "times" (digests), "newest",
+    "read" {path: [what it is known again by, its sha256]}, "anew" (whether one of them was not in `kept`)}.
+
+    `kept` is what an earlier deep reading read, None where only text is read.
+    """
+    found = {"problem": None, "paths": [], "odd": {}, "missing": [], "read": {}, "anew": False}
+    rows = record_of(info)
+    if rows is None:
+        found["problem"] = "has no readable RECORD"
+    elif build and build_of(rows) != build:
+        found["problem"] = "is another build of this version than the deploy installed"
+    elif not os.path.exists(os.path.join(info, "INSTALLER")):
+        found["problem"] = "has no INSTALLER: its installation was cut off"
+    times, content = {}, {}
+    for path, said, size in rows or ():
+        if path in patched:
+            continue
+        found["paths"].append(path)
+        full, recorded = os.path.join(site, path), said.partition("sha256=")[2]
+        try:
+            there = os.stat(full)
+        except OSError:
+            found["missing"].append(path)
+            continue
+        times[path] = there.st_mtime_ns
+        content[path] = "%d %d" % (there.st_size, there.st_mtime_ns)
+        wrong = size.isdigit() and there.st_size != int(size)
+        if wrong:
+            found["odd"][path] = "has %d bytes, not the recorded %s" % (there.st_size, size)
+        text = path.endswith(TEXT)
+        if not hashes or not recorded or not (text or (kept is not None and not wrong)):
+            continue
+        known = [there.st_size, there.st_mtime_ns, there.st_ino]
+        digest = kept[path][1] if kept and path in kept and kept[path][0] == known else None
+        if digest is None:
+            found["anew"] = True
+            try:
+                digest = recorded_form(sha256_of(full))
+            except OSError:
+                digest = "unreadable"
+        if digest != recorded:
+            found["odd"].setdefault(path, "has another content than recorded")
+        if text and digest != "unreadable":
+            content[path] = digest
+        if kept is not None and digest != "unreadable":
+            found["read"][path] = [known, digest]
+    newest = max(times, key=lambda path: (times[path], path), default=None)
+    found["newest"] = [times[newest], newest] if newest else None
+    found["content"], found["times"] = digest_of(content), digest_of(times)
+    return found
 
 
 def distributions(site, patched, builds, deep_cache=None, hashes=True):
@@ -126,59 +178,40 @@ def distributions(site, patched, builds, deep_cache=None, hashes=True):
     Two digests over every recorded and patched file: of its content (of one that is not text its size and time stand
     for it, however deep the reading), and of its time of writing. `newest`: the file written last.
     """
-    versions, damaged, owners, times, content = {}, {}, {}, {}, {}
-    for name, version, info in infos(site):
+    kept = (read_json(deep_cache) or {}) if deep_cache else None
+    named = {info: (name, version) for name, version, info in infos(site)}
+
+    def look(info):
+        return info, distribution(site, info, patched, builds.get(named[info][0]), kept, hashes)
+
+    found = dict(shared_out(look, list(named), lambda info: size_of(os.path.join(info, "RECORD"))))
+    versions, damaged = {}, {}
+    odd = {path for each in found.values() for path in each["odd"]}
+    claims = collections.Counter(path for each in found.values() for path in each["paths"] if path in odd)
+    claims.subtract(path for each in found.values() for path in each["odd"])  # 0: no one's record has it as it is
+    for info, (name, version) in named.items():
+        each = found[info]
         if name in versions:
             damaged[name] = "has the metadata of both %s and %s" % (versions[name], version)
         versions[name] = version
-        rows = record_of(info)
-        if rows is None:
-            damaged[name] = "has no readable RECORD"
-            continue
-        if name in builds and build_of(rows) != builds[name]:
-            damaged[name] = "is another build of this version than the deploy installed"
-        if not os.path.exists(os.path.join(info, "INSTALLER")):
-            damaged[name] = "has no INSTALLER: its installation was cut off"
-        for row in rows:
-            if row[0] not in patched:
-                size = int(row[2]) if row[2].isdigit() else None
-                owners.setdefault(row[0], {})[name] = (size, row[1].partition("sha256=")[2])
-
-    def damage(path, problem):
-        for name in owners[path]:
+        problems = [each["problem"], *("lacks %s" % path for path in each["missing"][:1])]
+        problems += ["%s %s" % item for item in each["odd"].items() if not claims[item[0]]]
+        for problem in filter(None, problems):
             damaged.setdefault(name, problem)
-
-    stats = {}
-    for path, recorded in owners.items():
-        try:
-            found = os.stat(os.path.join(site, path))
-        except OSError:
-            damage(path, "lacks %s" % path)
-            continue
-        times[path] = found.st_mtime_ns
-        content[path] = "%d %d" % (found.st_size, found.st_mtime_ns)
-        sizes = [size for size, _ in recorded.values()]
-        if found.st_size not in sizes and None not in sizes:
-            said = " or ".join(map(str, sizes))
-            damage(path, "%s has %d bytes, not the recorded %s" % (path, found.st_size, said))
-        elif hashes and all(digest for _, digest in recorded.values()):
-            stats[path] = [found.st_size, found.st_mtime_ns, found.st_ino]
-    if deep_cache:
-        read = hash_deep(site, stats, deep_cache, REQUEST["remember"])
-    else:
-        read = hash_files(site, [path for path in stats if path.endswith(TEXT)])
-    for path, digest in read.items():
-        if digest not in [recorded for _, recorded in owners[path].values()]:
-            damage(path, "%s has another content than recorded" % path)
-        if digest and path.endswith(TEXT):
-            content[path] = digest
+    if any(each["anew"] for each in found.values()) and deep_cache and REQUEST["remember"]:
+        read = {path: entry for each in found.values() for path, entry in each["read"].items()}
+        write_atomic(deep_cache, json.dumps(read).encode())
+    content = {info[len(site) :]: each["content"] for info, each in found.items()}
+    times = {info[len(site) :]: each["times"] for info, each in found.items()}
+    newest = [each["newest"] for each in found.values() if each["newest"]]
     for path in patched:
         try:
             times[path] = os.stat(os.path.join(site, path)).st_mtime_ns
-            content[path] = recorded_form(sha256_of(os.path.join(site, path)))
+            content[path] = sha256_of(os.path.join(site, path))
         except OSError:
             continue
-    newest = max(times, key=lambda path: (times[path], path), default=None)
+        newest.append([times[path], path])
+    newest = max(newest)[1] if newest else None
     return versions, damaged, {"content": digest_of(content), "times": digest_of(times), "newest": newest}
 
 
@@ -255,8 +288,11 @@ def model(request):
     inside = [n for n in {*fetched, *(names or {}).values()} if isinstance(n, str) and ".." not in n.split("/")]
     for name in sorted({*listing(path), *(n for n in inside if not n.startswith("/"))}):  # some lie in folders
         full = os.path.join(path, name)
-        if os.path.isfile(full):
+        try:
             found = os.stat(full)
+        except OSError:  # one that is being fetched may be gone by now
+            continue
+        if stat.S_ISREG(found.st_mode):
             files[name] = {
                 "size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino,
                 "sha256": sha256_of(full) if request["hash"] else None,
