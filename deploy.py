@@ -20,7 +20,11 @@ if "preflight" in spec.stages:
 
 if "system" in spec.stages:
     system.create_folders(name="system | create the node's folders", spec=spec)
-    system.set_host(name="system | set what the host needs", spec=spec)
+    system.set_host(
+        name="system | set what the host needs",
+        spec=spec,
+        **({"_sudo": True} if spec.data.settings_sudo else {}),
+    )
 
 if "runtime" in spec.stages:
     runtime.install_tools(name="runtime | install uv and supervisor", spec=spec)

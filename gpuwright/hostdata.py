@@ -183,6 +183,7 @@ class HostData(Row):
     model: Annotated[TinyModel | FolderModel | HubModel, Field(discriminator="kind")]
     gpu: ExpectedGpus | None = None
     system: dict[Slug, Annotated[bool | int | str, AfterValidator(_set)]] = {}
+    settings_sudo: bool = False
     ignored_checks: dict[Slug, Reason] = {}
     save_observation: str | None = None
     bind: str = "127.0.0.1"

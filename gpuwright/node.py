@@ -100,7 +100,8 @@ def observe(spec: NodeSpec, *, remember: bool = True) -> NodeCommand:
         "python": spec.data.python,
         "interpreter": spec.data.interpreter,
         "commands": ["bash", "c++", "cc", "flock", "logrotate", "openssl", "sh"],
-        "folders": list(spec.paths.folders),
+        "folders": [*spec.paths.folders, spec.settings_folder],
+        "system_manifest": spec.system_manifest,
         "files": paths,
         "model": {
             "path": spec.model_path,
@@ -120,7 +121,7 @@ def observe(spec: NodeSpec, *, remember: bool = True) -> NodeCommand:
             "names": ["GPUWRIGHT_SCRIPT", "GPUWRIGHT_SUPERVISED", *spec.data.secrets],
         },
         "machine": spec.asked,
-        "system_files": [file.path for file in spec.system_files if not file.path.startswith(spec.paths.root + "/")],
+        "system_files": [f.path for f in spec.system_files if not f.path.startswith(spec.settings_folder + "/")],
     }
     command = run_script("observe", request)
     return NodeCommand(f"{_WITH_PYTHON} {command.line}", command.stdin)
@@ -148,7 +149,7 @@ def set_host(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
         rows.append(row)
     request = {
         "root": spec.paths.root,
-        "manifest": spec.paths.system_manifest,
+        "manifest": spec.system_manifest,
         "apply": rows,
         "revert": stale(spec.system, state.system_manifest or {}),
         "files": [{"path": f.path, "text": f.text, "mode": f.mode} for f in system_files(spec, state)],

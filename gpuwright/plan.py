@@ -177,18 +177,21 @@ def settings_problem(spec: NodeSpec, state: NodeState) -> str | None:
     manifest = state.system_manifest
     if manifest is None:
         return (
-            f"{spec.paths.system_manifest} cannot be read, and it says what was there before us\n"
+            f"{spec.system_manifest} cannot be read, and it says what was there before us\n"
             "    -> restore it, or remove it: then what is set now counts as what was there"
         )
     if not spec.system and not manifest.get("settings") and not manifest.get("files"):
         return None
-    if state.uid != 0:
-        return "settings of the host are set by root\n    -> run with _sudo, or leave `system` empty in group_data"
-    folder = state.folders.get(spec.paths.run)
+    if state.uid != 0 and not spec.data.settings_sudo:
+        return (
+            "settings of the host are set by root\n"
+            "    -> set settings_sudo = True (sudo for these alone) or _sudo, or leave `system` empty in group_data"
+        )
+    folder = state.folders.get(spec.settings_folder)
     if folder and folder.uid != 0:
         return (
-            f"{spec.paths.run} belongs to uid {folder.uid}, and what lies there would be run by root at boot\n"
-            f"    -> chown -R root {spec.paths.root}"
+            f"{spec.settings_folder} belongs to uid {folder.uid}, and what lies there would be run by root at boot\n"
+            f"    -> chown -R root {spec.settings_folder}"
         )
     return None
 

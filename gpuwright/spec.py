@@ -25,7 +25,7 @@ from gpuwright.hostdata import SECRET_ARGS, STAGES, HostData, HubModel, Profile,
 from gpuwright.ladder import COMPILER_FLAGS, Ladder, Standing, Tier, standing
 from gpuwright.lockfile import TOOLS_LOCK, Lock, lock_path, read_lock
 from gpuwright.smoke import levels
-from gpuwright.system import COUNTED, SHM, VALUELESS, Declared, declared, files, settings_unit, value_problem
+from gpuwright.system import COUNTED, SHM, VALUELESS, Declared, declared, files, kept_in, settings_unit, value_problem
 from gpuwright.yamlfile import shown
 
 # Without them the engine writes its API keys into its log, and tells them to whoever asks for its arguments.
@@ -99,11 +99,6 @@ class Paths:
     def secrets_env(self) -> str:
         """Secret variables, which the launch script reads."""
         return f"{self.run}/secrets.env"
-
-    @property
-    def system_manifest(self) -> str:
-        """Which settings of the host are ours, and what was there before."""
-        return f"{self.run}/system.json"
 
     @property
     def deployed(self) -> str:
@@ -458,6 +453,16 @@ class NodeSpec:
     @property
     def _boot_units(self) -> list[str]:
         return [self.settings_unit] if any(f.path.endswith(self.settings_unit) for f in self.system_files) else []
+
+    @property
+    def settings_folder(self) -> str:
+        """Root's own folder of the host's settings."""
+        return kept_in(self.paths.root)
+
+    @property
+    def system_manifest(self) -> str:
+        """Which settings of the host are ours, and what was there before."""
+        return f"{self.settings_folder}/system.json"
 
     @property
     def settings_unit(self) -> str:

@@ -178,6 +178,13 @@ def declared(rows: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[Declar
 HEADER = "# Written by gpuwright for {root}: the next deploy undoes an edit. Change `system` in group_data instead.\n"
 
 
+def kept_in(root: str) -> str:
+    """Root's folder of what a deploy of `root` has set on the host, and of what sets it again at boot: outside of it,
+    as it may belong to a user, or be removed.
+    """
+    return f"/var/lib/gpuwright{root}"
+
+
 def files(settings: Iterable[Declared], root: str, unit: str) -> dict[str, tuple[str, int]]:
     """{path: (text, mode)} of the files that keep the settings over a reboot."""
     head = HEADER.format(root=root)
@@ -199,7 +206,7 @@ def files(settings: Iterable[Declared], root: str, unit: str) -> dict[str, tuple
     boot += [f"mount -o remount,size={e.value}G /dev/shm" for e in by_kind.get("shared_memory", [])]
     boot += [f"nvidia-smi --power-limit={e.value}" for e in by_kind.get("power_limit", [])]
     if boot:
-        script = f"{root}/run/boot_settings.sh"
+        script = f"{kept_in(root)}/boot_settings.sh"
         found[script] = ("#!/bin/sh\n" + head + "".join(f"{line}\n" for line in boot), 0o755)
         service = [
             "[Unit]", f"Description=Settings of the host for {unit}", "After=nvidia-persistenced.service",

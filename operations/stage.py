@@ -132,7 +132,9 @@ def observed(spec: NodeSpec, *, remember: bool = True) -> NodeState | None:
         command = observe(spec, remember=remember and state.is_executing)
         patience = spec.data.observe_timeout_s
         try:
-            found = host.get_fact(Observation, line=command.line, _stdin=command.stdin, _timeout=patience)
+            found = host.get_fact(
+                Observation, line=command.line, _stdin=command.stdin, _timeout=patience, _sudo=_sudo(host)
+            )
         except PyinfraError:  # no host remains, which pyinfra says itself once this operation has failed
             if not state.is_executing:
                 raise
@@ -141,6 +143,11 @@ def observed(spec: NodeSpec, *, remember: bool = True) -> NodeState | None:
             return None
         kept = _observations[host.name] = (state.is_executing, found)
     return kept[1]
+
+
+def _sudo(host: Host) -> bool:
+    """Whether the host's data asks for sudo: an operation that has it for its own commands is observed without."""
+    return bool(pop_global_arguments(state, host, {})[0]["_sudo"])
 
 
 def _planned(spec: NodeSpec, found: NodeState) -> Plan:

@@ -477,7 +477,7 @@ def main():
         "python": "%d.%d.%d" % sys.version_info[:3],
         "uid": os.geteuid(),
         "machine": os.uname().machine,
-        "system_manifest": system_manifest(os.path.join(root, "run", "system.json")),
+        "system_manifest": system_manifest(REQUEST["system_manifest"]),
         "system_owners": {path: owner(path) for path in REQUEST["system_files"]},
         "model_manifest": read_json(os.path.join(root, "run", "model.json")),
         "root_writable": os.access(disk, os.W_OK),

@@ -11,6 +11,7 @@ import glob
 import re
 
 SHM = "/dev/shm"
+FOLDER = os.path.dirname(REQUEST["manifest"])  # root's, whoever a root of gpuwright belongs to
 PROBLEMS = []
 
 
@@ -287,8 +288,8 @@ def attempt(what, action, *arguments):
 
 
 def ours(path):
-    """Whether a file may be written or removed: it is below our root, it is not there, or our root wrote it."""
-    return path.startswith(REQUEST["root"] + "/") or owner(path) in (None, REQUEST["root"])
+    """Whether a file may be written or removed: it is in our folder, it is not there, or our root wrote it."""
+    return path.startswith(FOLDER + "/") or owner(path) in (None, REQUEST["root"])
 
 
 def same(file):
@@ -334,6 +335,8 @@ class Manifest:
 
 
 def main():
+    os.umask(0o022)  # who may not set anything may look
+    os.makedirs(FOLDER, exist_ok=True)
     manifest, unit = Manifest(REQUEST["manifest"]), REQUEST["unit"]
     for name, entry in REQUEST["revert"].items():
         if attempt(name, KINDS[entry["kind"]].revert, entry):

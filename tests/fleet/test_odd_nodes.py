@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,6 +142,42 @@ def test_users_with_and_without_sudo(control: Control, three: list[Node], tmp_pa
     assert three[0].run("find / -xdev -user plain -not -path '/home/plain/*' -not -path '/proc/*'") == "/home/plain"
     assert three[1].run("find /opt/gpuwright ! -user root") == "", "what sudo writes is root's"
     three[0].run("rm -rf /home/plain/gpuwright")
+    ok(control.deploy())
+
+
+def test_sudo_is_used_for_the_hosts_settings_alone(control: Control, three: list[Node], tmp_path: Path) -> None:
+    """By a user whose root is his own: what is not a setting of the host is done, and owned, by him."""
+    node = three[1]
+    own = {"root": "/home/admin/gpuwright", "supervisor": "supervisor", "settings_sudo": True, "unit": "admins"}
+    kept = "/var/lib/gpuwright/home/admin/gpuwright"
+
+    def user(**system: Any) -> Control:
+        return Control(tmp_path, {"node-2": node.data("admin") | own | {"system": system}})
+
+    def shm_kib() -> int:
+        return int(node.run("df --output=size -k /dev/shm | tail -1"))
+
+    before, since = shm_kib(), node.run("date '+%F %T'")
+    set_up = user(**{"open-files": 4096, "shared-memory": 1})
+    ok(set_up.deploy(*OTHER))
+    assert shm_kib() == 1 << 20 != before
+    assert "4096" in node.run("cat /etc/security/limits.d/90-admins.conf")
+    assert node.run(f"find {kept} ! -user root") == "" and "shared-memory" in node.run(f"cat {kept}/system.json")
+    assert node.run("systemctl is-enabled admins-settings") == "enabled"
+    assert node.run("find /home/admin/gpuwright ! -user admin") == "", "nothing of his root is root's"
+    assert set_up.check(*OTHER).code == 0 and ok(set_up.deploy(*OTHER)).changed == []
+    used = node.run(f"journalctl -q -o cat _COMM=sudo --since '{since}'")
+    assert used.count("COMMAND=") == 1, "one operation, once: a check and a deploy that changes nothing need none"
+    node.run("mount -o remount,size=2G /dev/shm")
+    checked = set_up.check(*OTHER)
+    assert checked.code == 2 and {each.stage for each in checked.findings("node-2")} == {"system"}
+    assert changes(ok(set_up.deploy(*OTHER))) == {p.SETTINGS: ["node-2"]}
+    node.run("rm -rf /home/admin/gpuwright")
+    given_up = user()
+    ok(given_up.deploy("--data", "stages=system"))
+    assert shm_kib() == before, "also after his root was deleted"
+    assert "admins" not in node.run("ls /etc/security/limits.d /etc/systemd/system")
+    node.run(f"rm -rf /home/admin/gpuwright {kept}")
     ok(control.deploy())
 
 

@@ -16,6 +16,7 @@ import pytest
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
 from gpuwright.state import read_observation
+from gpuwright.system import kept_in
 from tests.lab import container
 from tests.lab.conftest import Lab, Run, ok
 
@@ -46,7 +47,7 @@ class Host:
         return self.machine.run(line, check=check)
 
     def manifest(self) -> dict[str, object]:
-        found: dict[str, object] = json.loads(self.run(f"cat {ROOT}/run/system.json"))
+        found: dict[str, object] = json.loads(self.run(f"cat {kept_in(ROOT)}/system.json"))
         return found
 
 
@@ -80,7 +81,7 @@ SETTINGS: dict[str, object] = {
 }  # fmt: skip
 FILES = [
     f"/etc/modprobe.d/90-{UNIT}.conf", f"/etc/security/limits.d/90-{UNIT}.conf",
-    f"/etc/systemd/system/{UNIT}-settings.service", f"{ROOT}/run/boot_settings.sh",
+    f"/etc/systemd/system/{UNIT}-settings.service", f"{kept_in(ROOT)}/boot_settings.sh",
 ]  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def test_a_row_that_is_taken_out_is_put_back(host: Host) -> None:
     run = ok(host.deploy(kept))
     assert run.changed == [p.SETTINGS]
     assert "shared-memory: shared_memory: expected as it was before" in run.said
-    assert "mount" not in host.run(f"cat {ROOT}/run/boot_settings.sh"), "what is left there is the governor's line"
+    assert "mount" not in host.run(f"cat {kept_in(ROOT)}/boot_settings.sh"), "what is left there is the governor's line"
     assert host.run("command -v numactl", check=False) == "", "what we installed is removed"
     assert host.run("dpkg-query -W -f '${db:Status-Abbrev}' libnuma1") == "ii", "what was there before is not"
     assert shm_gib(host) != 3 and host.run(f"test -e {FILES[2]} || echo gone") == (

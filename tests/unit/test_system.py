@@ -20,7 +20,7 @@ from gpuwright.node import NodeCommand, script, set_host
 from gpuwright.plan import plan
 from gpuwright.spec import NodeSpec
 from gpuwright.state import NodeState, SeenFolder
-from gpuwright.system import Declared, SystemRows, declared, files, gaps, row_errors, stale, waiting
+from gpuwright.system import Declared, SystemRows, declared, files, gaps, kept_in, row_errors, stale, waiting
 from gpuwright.yamlfile import Origin
 from tests.machines import GIB, SLOTS, Recorded, blackwell, machine, readings
 from tests.make import ROOT, catalogue, empty_state, gpu_spec, lab_spec, seen, settled_state
@@ -126,8 +126,14 @@ def test_what_else_is_not_done_yet_is_said() -> None:
 
 def test_values_cannot_run_code_at_boot() -> None:
     text = files(of(governor="x; rm -rf /"), "/opt/my root", "u")
-    assert "do if [ -e \"$file\" ]; then echo 'x; rm -rf /' >" in text["/opt/my root/run/boot_settings.sh"][0]
-    assert 'ExecStart=/bin/sh "/opt/my root/run/boot_settings.sh"' in text["/etc/systemd/system/u-settings.service"][0]
+    assert (
+        "do if [ -e \"$file\" ]; then echo 'x; rm -rf /' >"
+        in text["/var/lib/gpuwright/opt/my root/boot_settings.sh"][0]
+    )
+    assert (
+        'ExecStart=/bin/sh "/var/lib/gpuwright/opt/my root/boot_settings.sh"'
+        in text["/etc/systemd/system/u-settings.service"][0]
+    )
 
 
 def test_the_files_that_keep_them_over_a_reboot() -> None:
@@ -143,7 +149,7 @@ def test_the_files_that_keep_them_over_a_reboot() -> None:
         "* - nofile 1048576",
         "root - nofile 1048576",
     ]
-    assert texts["/opt/gpuwright/run/boot_settings.sh"].splitlines()[2:] == [
+    assert texts["/var/lib/gpuwright/opt/gpuwright/boot_settings.sh"].splitlines()[2:] == [
         f'for file in {GOVERNOR}; do if [ -e "$file" ]; then echo performance > "$file"; fi; done',
         "mount -o remount,size=64G /dev/shm", "nvidia-smi --power-limit=450",
     ]  # fmt: skip
@@ -156,7 +162,7 @@ def test_the_boot_script_is_good_shell(tmp_path: Path) -> None:
     import shutil
 
     path = tmp_path / "boot.sh"
-    path.write_text(files(EVERY, ROOT, "u")[f"{ROOT}/run/boot_settings.sh"][0])
+    path.write_text(files(EVERY, ROOT, "u")[f"{kept_in(ROOT)}/boot_settings.sh"][0])
     assert subprocess.run(["sh", "-n", path]).returncode == 0
     if shutil.which("shellcheck"):
         assert subprocess.run(["shellcheck", "-s", "sh", path], capture_output=True, text=True).stdout == ""
@@ -200,8 +206,8 @@ def test_one_that_cannot_be_made_does_not_keep_the_others_from_being_made() -> N
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"system_manifest": None}, "run/system.json cannot be read, and it says what was there before us"),
-    ({"folders": {f"{ROOT}/run": SeenFolder(mode=0o700, uid=1000)}}, "belongs to uid 1000, and what lies there would be run by root"),
+    ({"system_manifest": None}, "system.json cannot be read, and it says what was there before us"),
+    ({"folders": {kept_in(ROOT): SeenFolder(mode=0o755, uid=1000)}}, "belongs to uid 1000, and what lies there would be run by root"),
     ({"system_owners": {"/etc/sysctl.d/90-sglang-server.conf": ""}}, "/etc/sysctl.d/90-sglang-server.conf is not of gpuwright"),
     ({"system_owners": {"/etc/sysctl.d/90-sglang-server.conf": "/srv/other"}}, "is of gpuwright's root /srv/other"),
 ])  # fmt: skip
@@ -254,7 +260,9 @@ def test_a_fresh_node_is_set() -> None:
 def test_settings_need_root_and_one_that_cannot_be_made_stops_the_host() -> None:
     spec = gpu_spec()
     (change,) = plan(spec, settled_state(spec, uid=1000)).of(p.SETTINGS)
-    assert change.blocked and "run with _sudo" in str(change)
+    assert change.blocked and "settings_sudo = True" in str(change)
+    asked = gpu_spec(settings_sudo=True)
+    assert not plan(asked, settled_state(asked, uid=1000)).of(p.SETTINGS)
     gone = seen(settled_state(spec), "services", {})
     (change,) = plan(spec, gone).of(p.SETTINGS)
     assert change.blocked and "take persistence out of `system` in group_data" in str(change)
@@ -275,7 +283,7 @@ def test_the_request_of_the_node_script() -> None:
     made = empty_state(spec, machine_readings=readings(blackwell(), spec), systemd=True)
     (command,) = set_host(spec, made)
     request = request_of(command)
-    assert request["manifest"] == f"{ROOT}/run/system.json" and request["unit"] == "sglang-server-settings.service"
+    assert request["manifest"] == f"{kept_in(ROOT)}/system.json" and request["unit"] == "sglang-server-settings.service"
     rows = {row["id"]: row for row in request["apply"]}
     assert rows["swappiness"] == {"id": "swappiness", "kind": "sysctl", "target": "sysctl:vm.swappiness", "value": "10"}
     assert rows["numa"]["manager"] == "apt" and rows["numa"]["names"] == ["libnuma1", "numactl"]
