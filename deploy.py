@@ -29,6 +29,7 @@ if "system" in spec.stages:
 if "runtime" in spec.stages:
     runtime.install_tools(name="runtime | install uv and supervisor", spec=spec)
     runtime.create_venv(name="runtime | create the venv", spec=spec)
+    runtime.adopt(name="runtime | adopt an interpreter", spec=spec)
     runtime.sync_venv(name="runtime | sync venv to lock", spec=spec)
     runtime.build_cuda_stub(name="runtime | build the libcuda stand-in", spec=spec)
     runtime.verify(name="runtime | verify what must be true", spec=spec)

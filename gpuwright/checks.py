@@ -86,7 +86,7 @@ NODE = (
 WANT = (
     "device", "gpu", "gpus", "root", "python", "interpreter", "python_download", "socket", "manager", "unit", "port",
     "dist_port", "nodes", "min_memory_gib", "free_disk_gib", "cuda", "cuda_home", "driver", "gcc", "glibc", "model",
-    "model_path", "kernels", "env", "open_files", "power_limit_w", "system",
+    "model_path", "kernels", "env", "open_files", "power_limit_w", "system", "settings_sudo",
 )  # fmt: skip
 
 

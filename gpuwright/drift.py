@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from gpuwright import REPOSITORY
 from gpuwright.hostdata import STAGES
 from gpuwright.plan import (
+    ADOPT,
     APPLY,
     CONFIG,
     CONFIGURE,
@@ -53,6 +54,7 @@ MENDS = {
     SETTINGS: "a deploy sets it; what should stay as it is goes into `system` of group_data",
     TOOLS: "a deploy installs its tools anew",
     VENV: "a deploy makes the venv anew",
+    ADOPT: "a deploy has the venv see it, and records it",
     SYNC: "a deploy syncs the venv to the lock; what should stay goes into catalog/stacks and `make lock`",
     STUB: "a deploy builds it",
     VERIFY: "a deploy proves it again",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from gpuwright.errors import InputError, InputErrors, Place, nearest
-from gpuwright.fields import EnvName, Slug
+from gpuwright.fields import DistributionName, EnvName, Slug, SpecifierText
 from gpuwright.yamlfile import Loc, Row, describe, dotted, fields_at, shown
 
 STAGES = ("preflight", "system", "runtime", "patches", "model", "launchers", "service", "smoke")
@@ -125,6 +125,21 @@ class ExpectedGpus(Row):
     slots: list[Annotated[str, Field(pattern=r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]] = []
 
 
+class Adopted(Row):
+    """An interpreter that someone else keeps, such as a vendor image's: nothing is ever installed into it.
+
+    What it has of the lock, in the lock's version or in one that `versions` allows, is not installed again; everything
+    else comes into the venv, which sees it. `versions` must be there. Distributions that carry a patch come into the
+    venv, unless `patch_in_place`. `changes`: whether a deploy stops where the interpreter's distributions are others
+    than at the last deploy, or accepts them.
+    """
+
+    interpreter: NodePath
+    versions: dict[DistributionName, SpecifierText] = {}
+    patch_in_place: bool = False
+    changes: Literal["stop", "accept"] = "stop"
+
+
 class Profile(Row):
     """A plan of load: levels of concurrency, each with fixed lengths in tokens, so many repeats after a discarded one.
 
@@ -177,6 +192,7 @@ class HostData(Row):
     device: Literal["cpu", "cuda"]
     python: Annotated[str, Field(pattern=r"^3\.\d+$")]
     interpreter: NodePath | None = None
+    adopt: Adopted | None = None
     python_download: bool = False
     installer_env: Annotated[dict[EnvName, str], AfterValidator(_installer_env)] = {}
     cuda_home: NodePath | None = None

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,16 @@ class Lock:
     sha256: str
     versions: dict[str, str]
     inputs: str
+
+    def without(self, names: Collection[str]) -> Lock:
+        """The lock less some distributions (canonical names)."""
+        if not names:
+            return self
+        parts = re.split(r"^(?=[A-Za-z0-9])", self.text, flags=re.M)  # what goes before the first pin, then each pin
+        kept = [part for part in parts if not (pin := _PIN.match(part)) or canonicalize_name(pin[1]) not in names]
+        text = "".join(kept)
+        versions = {name: version for name, version in self.versions.items() if name not in names}
+        return Lock(text, hashlib.sha256(text.encode()).hexdigest(), versions, self.inputs)
 
 
 def lock_path(stack: Stack, python: str) -> Path:

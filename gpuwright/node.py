@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuwright import REPOSITORY
+from gpuwright.adopt import bridge, own_lock, record, site_of
 from gpuwright.hostdata import HubModel
 from gpuwright.patches import Action, Decision, decide
 from gpuwright.plan import (
@@ -89,7 +90,12 @@ def observe(spec: NodeSpec, *, remember: bool = True) -> NodeCommand:
     if spec.cuda_stub_source:
         files.append(spec.cuda_stub_source)
     paths = [file.path for file in files] + [spec.paths.lock_copy, spec.paths.cuda_stub]
-    paths += [spec.paths.secrets_file, spec.paths.secrets_env, *(file.path for file in spec.system_files)]
+    paths += [
+        spec.paths.bridge(spec.data.python),
+        spec.paths.secrets_file,
+        spec.paths.secrets_env,
+        *(file.path for file in spec.system_files),
+    ]
     request = {
         "root": spec.paths.root,
         "venv": spec.paths.venv,
@@ -98,7 +104,13 @@ def observe(spec: NodeSpec, *, remember: bool = True) -> NodeCommand:
         "port": spec.data.port,
         "unit": spec.data.unit,
         "python": spec.data.python,
-        "interpreter": spec.data.interpreter,
+        "interpreter": spec.interpreter,
+        "adopt": spec.data.adopt
+        and {
+            "interpreter": spec.data.adopt.interpreter,
+            "patch_in_place": spec.data.adopt.patch_in_place,
+            "distributions": sorted(spec.lock.versions),
+        },
         "commands": ["bash", "c++", "cc", "flock", "logrotate", "openssl", "sh"],
         "folders": [*spec.paths.folders, spec.settings_folder],
         "system_manifest": spec.system_manifest,
@@ -198,12 +210,19 @@ def create_venv(spec: NodeSpec, interpreter: SeenInterpreter | None) -> list[Nod
     return [NodeCommand(locked(spec, f"{line} 2>&1"), "", True)]
 
 
+def adopt(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
+    """Have the venv see the interpreter that is adopted, and record what of it; or no longer. What was proved goes."""
+    wanted = [file for file in (bridge(spec, state), record(spec, state)) if file]
+    there = {spec.paths.bridge(spec.data.python), spec.paths.adopted} - {file.path for file in wanted}
+    return [write_files(spec, wanted, [*sorted(there), f"{spec.paths.run}/runtime.json"])]
+
+
 def sync_venv(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
     """Sync the venv to the lock, hashes required: missing distributions come, others go, damaged ones come anew."""
     reinstall, edited = damaged_distributions(spec, state), edited_distributions(spec, state)
     # Nothing that was proved of the venv is proved of what it becomes; so the stamp goes first.
     stamp = f"{spec.paths.run}/runtime.json"
-    lock = write_files(spec, [NodeFile(spec.paths.lock_copy, spec.lock.text)], [stamp])
+    lock = write_files(spec, [NodeFile(spec.paths.lock_copy, own_lock(spec, state).text)], [stamp])
     clean = [_forget(spec, edited)] if edited else []
     return [lock, *clean, _sync(spec, reinstall), _keep_builds(spec, to_install(spec, state))]
 
@@ -223,7 +242,8 @@ def _keep_builds(spec: NodeSpec, anew: list[str]) -> NodeCommand:
 def _sync(spec: NodeSpec, reinstall: list[str]) -> NodeCommand:
     again = [part for name in reinstall for part in ("--reinstall-package", name)]
     sync = _uv(
-        spec, "pip", "sync", "--python", spec.python, "--require-hashes", "--only-binary", ":all:", *again,
+        spec, "pip", "sync", "--python", spec.python, "--require-hashes", "--only-binary", ":all:",
+        "--allow-empty-requirements", *again,
         spec.paths.lock_copy,
     )  # fmt: skip
     # uv's line for each distribution repeats the plan; its downloads and its errors are what to look at.
@@ -302,9 +322,8 @@ def keep_foreign(spec: NodeSpec, state: NodeState, decisions: list[Decision]) ->
 
 def _patch_request(spec: NodeSpec, state: NodeState, decisions: list[Decision]) -> dict[str, Any]:
     return {
-        "site": state.venv.site if state.venv else spec.paths.venv,
         "originals": spec.paths.originals,
-        "files": [each.file.request() for each in decisions],
+        "files": [{"site": site_of(spec, state, each.file.distribution), **each.file.request()} for each in decisions],
     }
 
 
@@ -406,10 +425,10 @@ def _deployed_files(spec: NodeSpec, state: NodeState) -> dict[str, str]:
     """The sha256 of what the stages of this run have put in place, by path."""
     found: dict[str, str] = {}
     if "runtime" in spec.stages:
-        found[spec.paths.lock_copy] = spec.lock.sha256
+        found[spec.paths.lock_copy] = own_lock(spec, state).sha256
     if "patches" in spec.stages and state.venv:
         patched = [each.file for each in decide(spec, state) if each.file.chain]
-        found |= {f"{state.venv.site}/{file.path}": file.target for file in patched}
+        found |= {f"{site_of(spec, state, file.distribution)}/{file.path}": file.target for file in patched}
     if "launchers" in spec.stages:
         found |= {file.path: file.sha256 for file in (*spec.scripts, *spec.secret_files)}
     return found | {file.path: file.sha256 for file in manager_files(spec, state)}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from gpuwright.adopt import brought, versions
 from gpuwright.catalogue import PATCHES, Patch
 from gpuwright.node_module import node_module
 from gpuwright.spec import NodeSpec
@@ -151,17 +152,19 @@ def _made_for(spec: NodeSpec, path: str, version: str) -> bool:
 
 def decide(spec: NodeSpec, state: NodeState) -> list[Decision]:
     """What is to be done about each file of the series and the manifest, on a node with a venv."""
-    versions = state.venv.distributions if state.venv else {}
+    others, found_versions = brought(spec, state), versions(spec, state)
     decisions = []
     for file in patched_files(spec, state.manifest):
-        if file.distribution not in versions and not file.chain:
+        if file.distribution not in found_versions and not file.chain:
             continue  # its distribution is gone, and nothing is wanted of it
-        version = versions.get(file.distribution)
+        version = found_versions.get(file.distribution)
         found = file.state(state.patched.get(file.path), version)
         if found is FileState.FOREIGN and not file.chain and version and not _made_for(spec, file.path, version):
             continue  # of a version that no entry is made for: nothing is wanted of it, and its hash is not ours
         replace = spec.data.patches_foreign == "replace"
         action = file.action(found, original_kept=file.pristine in state.originals, replace=replace)
+        if action in (Action.REINSTALL, Action.REPLACE) and file.distribution in others:
+            action = Action.STOP  # an adopted interpreter is never installed into
         decisions.append(Decision(file, found, action))
     return decisions
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
+from gpuwright.adopt import bridge, brought, content, moved, on_record, own_lock, problems, site_of, versions
 from gpuwright.checks import Examination, stop_text
 from gpuwright.hostdata import FolderModel, HubModel, TinyModel
 from gpuwright.patches import Action, Decision, FileState, decide, patched_files
@@ -22,6 +23,7 @@ FOLDERS = "system | create the node's folders"
 SETTINGS = "system | set what the host needs"
 TOOLS = "runtime | install uv and supervisor"
 VENV = "runtime | create the venv"
+ADOPT = "runtime | adopt an interpreter"
 SYNC = "runtime | sync venv to lock"
 STUB = "runtime | build the libcuda stand-in"
 VERIFY = "runtime | verify what must be true"
@@ -83,7 +85,8 @@ def plan(spec: NodeSpec, state: NodeState) -> Plan:
     """
     steps: list[tuple[str, Callable[[NodeSpec, NodeState, list[Change]], Iterable[Change]]]] = [
         ("preflight", _preflight), ("system", _folders), ("system", _settings),
-        ("runtime", _tools), ("runtime", _venv), ("runtime", _sync), ("runtime", _stub), ("runtime", _verify),
+        ("runtime", _tools), ("runtime", _venv), ("runtime", _adopt), ("runtime", _sync), ("runtime", _stub),
+        ("runtime", _verify),
         ("patches", _apply), ("patches", _probe), ("model", _model), ("model", _config), ("launchers", _launchers),
         ("service", _configure), ("service", _server), ("service", _prune), ("service", _record), ("smoke", _smoke),
     ]  # fmt: skip
@@ -261,40 +264,79 @@ def _differences(spec: NodeSpec, state: NodeState) -> list[Difference]:
     """Every distribution that is missing, extra, of another version, or damaged."""
     seen = state.venv.distributions if state.venv else {}
     damaged = state.venv.damaged if state.venv else {}
-    found = []
-    for name, version in spec.lock.versions.items():
+    found, wanted = [], own_lock(spec, state).versions
+    for name, version in wanted.items():
         if name not in seen:
             found.append(Difference(name, version, "absent", ""))
         elif not same_version(seen[name], version):
             found.append(Difference(name, version, seen[name], seen[name]))
         elif name in damaged:
             found.append(Difference(name, f"{version}, whole", damaged[name], seen[name]))
-    found += [Difference(name, "absent", seen[name], seen[name]) for name in seen if name not in spec.lock.versions]
+    found += [Difference(name, "absent", seen[name], seen[name]) for name in seen if name not in wanted]
     return found
 
 
+def _adopt(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    adopt = spec.data.adopt
+    for problem in problems(spec, state):
+        yield Change(ADOPT, problem, blocked=True)
+    if problems(spec, state):
+        return
+    for name, (was, found) in moved(spec, state).items():
+        keys = (f"adopted {name}",)
+        if adopt is not None and adopt.changes == "stop":
+            yield Change(ADOPT, _moved(adopt.interpreter, name, was, found), blocked=True, keys=keys)
+        else:
+            yield Change(ADOPT, name, was, found, keys=keys)
+    wanted = bridge(spec, state)
+    path, keys = spec.paths.bridge(spec.data.python), ("adopt",)
+    there, holds = state.files.get(path), (state.adopted_before or {}).get("interpreter", "")
+    if wanted is None and there is not None:
+        yield Change(ADOPT, path, "absent", "an interpreter that is no longer adopted", keys=keys, holds=holds)
+    elif wanted is not None and (there is None or there.sha256 != wanted.sha256):
+        found, follows = "another" if there else "absent", _has(before, VENV)
+        yield Change(ADOPT, path, f"sha256 {wanted.sha256[:12]}", found, follows=follows, keys=keys, holds=holds)
+    elif not on_record(spec, state) and not moved(spec, state):
+        what = f"{len(brought(spec, state))} distributions of {adopt.interpreter if adopt else 'none'}"
+        yield Change(ADOPT, what, "on record", "others" if state.adopted_before else "none", keys=keys, holds=holds)
+
+
+def _moved(interpreter: str, name: str, was: str, found: str) -> str:
+    return (
+        f"{name} of {interpreter} is not what was adopted\n"
+        f"    expected {was}\n"
+        f"    found    {found}\n"
+        "    -> have its keeper put it back\n"
+        '    -> or accept what it is now, with "changes": "accept" in `adopt` of group_data'
+    )
+
+
 def _sync(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    if any(change.step == ADOPT and change.blocked for change in before):
+        return
+    lock = own_lock(spec, state)
     if _has(before, VENV):
-        yield Change(SYNC, f"{len(spec.lock.versions)} distributions to install from the lock", follows=True)
+        yield Change(SYNC, f"{len(lock.versions)} distributions to install from the lock", follows=True)
         return
     differences = _differences(spec, state)
     for each in differences:
         keys = (f"distribution {each.name}",)
         yield Change(SYNC, each.name, each.expected, each.found, keys=keys, holds=each.version)
-    lock, keys = state.files.get(spec.paths.lock_copy), (f"file {spec.paths.lock_copy}",)
-    if not differences and (lock is None or lock.sha256 != spec.lock.sha256):
-        found, holds = (lock.sha256[:12], lock.sha256[:16]) if lock else ("absent", "")
-        yield Change(SYNC, "the lock on the node", spec.lock.sha256[:12], found, keys=keys, holds=holds)
+    there, keys = state.files.get(spec.paths.lock_copy), (f"file {spec.paths.lock_copy}",)
+    if not differences and (there is None or there.sha256 != lock.sha256):
+        found, holds = (there.sha256[:12], there.sha256[:16]) if there else ("absent", "")
+        yield Change(SYNC, "the lock on the node", lock.sha256[:12], found, keys=keys, holds=holds)
 
 
 def to_install(spec: NodeSpec, state: NodeState) -> list[str]:
     """Every distribution of the lock that a sync installs."""
-    return sorted(each.name for each in _differences(spec, state) if each.name in spec.lock.versions)
+    return sorted(each.name for each in _differences(spec, state) if each.name in own_lock(spec, state).versions)
 
 
 def damaged_distributions(spec: NodeSpec, state: NodeState) -> list[str]:
     """The distributions that must be installed anew though their version is right."""
-    return sorted(name for name in state.venv.damaged if name in spec.lock.versions) if state.venv else []
+    wanted = own_lock(spec, state).versions
+    return sorted(name for name in state.venv.damaged if name in wanted) if state.venv else []
 
 
 def edited_distributions(spec: NodeSpec, state: NodeState) -> list[str]:
@@ -315,7 +357,7 @@ def _stub(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Ch
 
 def _verify(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     ids = ", ".join(proof["id"] for proof in spec.runtime_proofs)
-    if _has(before, VENV, SYNC, STUB):
+    if _has(before, VENV, ADOPT, SYNC, STUB):
         yield Change(VERIFY, f"{ids}: the runtime changes", follows=True)
     elif _stamp(state, "runtime") != spec.runtime_stamp:
         holds = _stamp(state, "runtime")[:16]
@@ -361,9 +403,14 @@ def stopped_files(spec: NodeSpec, state: NodeState) -> list[Decision]:
 def _refusal(spec: NodeSpec, state: NodeState, each: Decision) -> str:
     file = each.file
     seen = state.patched.get(file.path)
-    site = state.venv.site if state.venv else spec.paths.venv
+    site = site_of(spec, state, file.distribution)
+    if file.distribution in brought(spec, state) and each.state is not FileState.WRONG_VERSION:
+        return (
+            f"{site}/{file.path} is {each.state.value}, in an interpreter that is adopted and never installed into\n"
+            f"    -> have its keeper put back the file of {file.distribution}, or leave out `patch_in_place`"
+        )
     if each.state is FileState.WRONG_VERSION:
-        version = state.venv.distributions.get(file.distribution) if state.venv else None
+        version = versions(spec, state).get(file.distribution)
         return (
             f"{site}/{file.path} is of {file.distribution} {version}, and {file.names} is made for "
             f"{' and '.join(sorted({patch.versions for patch in file.chain}))}\n"
@@ -614,9 +661,15 @@ def runs_on(spec: NodeSpec, state: NodeState) -> dict[str, str]:
         "supervisor's configuration": content(unit.path),
         "secrets": digest(content(spec.paths.secrets_file, spec.paths.secrets_env)),
         "model": digest(model),
-        INSTALLED: state.venv.installed.content if state.venv else "absent",
+        INSTALLED: _installed(spec, state),
         TIMES: state.venv.installed.times if state.venv else "absent",
     }
+
+
+def _installed(spec: NodeSpec, state: NodeState) -> str:
+    own = state.venv.installed.content if state.venv else "absent"
+    in_place = [f"{path} {seen.sha256}" for path, seen in state.patched.items() if seen] if spec.data.adopt else []
+    return digest([own, *content(spec, state), *in_place]) if spec.data.adopt else own
 
 
 def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
@@ -644,7 +697,7 @@ def server_actions(spec: NodeSpec, state: NodeState) -> list[str]:
 
 def _server(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     causes = {
-        "runtime": (VENV, SYNC, STUB, VERIFY),
+        "runtime": (VENV, ADOPT, SYNC, STUB, VERIFY),
         "patches": (APPLY, PROBE),
         "model": (MODEL,),
         "launch script": (LAUNCHERS,),

@@ -61,7 +61,7 @@ def facts(
         "gpus": spec.gpus_here,
         "root": data.root,
         "python": data.python,
-        "interpreter": data.interpreter or f"python{data.python} on PATH",
+        "interpreter": spec.interpreter or f"python{data.python} on PATH",
         "python_download": data.python_download,
         "socket": spec.paths.socket,
         "manager": manager,
@@ -83,6 +83,7 @@ def facts(
         "open_files": max(spec.profile.levels) + SOCKETS_BESIDES,
         "power_limit_w": int(power) if power else None,
         "system": [each.id for each in spec.system],
+        "settings_sudo": data.settings_sudo,
     }
     assert set(node) == set(NODE) and set(want) == set(WANT)
     xids = {"fatal_xids": spec.checks.fatal_xids, "benign_xids": spec.checks.benign_xids}

@@ -183,7 +183,7 @@ def folder_name(host: str) -> str:
 def make_record(
     spec: NodeSpec, summary: Mapping[str, Any], run_id: str, revision: str, packages: Mapping[str, str]
 ) -> Record:
-    """The record of a run that files/node/bench.py summed up, judged. `packages`: the versions found in the venv."""
+    """The record of a run that files/node/bench.py summed up, judged. `packages`: the versions the server imports."""
     rules = spec.acceptance.rules
     runs = {found["concurrency"]: found["repeats"] for found in summary["levels"]}
     judged = [_level(spec, level, runs.get(level.concurrency, []), summary) for level in levels(spec.profile)]

@@ -111,6 +111,15 @@ class Paths:
         return f"{self.run}/model.json"
 
     @property
+    def adopted(self) -> str:
+        """What of an adopted interpreter the venv sees, as the last deploy found it."""
+        return f"{self.run}/adopted.json"
+
+    def bridge(self, python: str) -> str:
+        """What makes the venv, of a Python such as "3.12", see an adopted interpreter's distributions."""
+        return f"{self.venv}/lib/python{python}/site-packages/gpuwright_adopted.pth"
+
+    @property
     def builds(self) -> str:
         """Which build of each distribution was installed."""
         return f"{self.run}/builds.json"
@@ -200,6 +209,11 @@ class NodeSpec:
         """The venv's interpreter."""
         return f"{self.paths.venv}/bin/python"
 
+    @property
+    def interpreter(self) -> str | None:
+        """The interpreter that the venv is made of, where one is named."""
+        return self.data.adopt.interpreter if self.data.adopt else self.data.interpreter
+
     @cached_property
     def patch_set_digest(self) -> str:
         """Over the ordered post-images."""
@@ -212,11 +226,14 @@ class NodeSpec:
 
     @cached_property
     def runtime_digest(self) -> str:
-        """Over what compiled kernels depend on: lock, Python, patch set, compiler flags, the CUDA toolkit's place."""
+        """Over what compiled kernels depend on: lock, Python, patch set, compiler flags, the CUDA toolkit's place, and
+        what is adopted.
+        """
         inputs = [
             self.lock.sha256, self.data.python, self.patch_set_digest, self.compiler_flags, self.data.cuda_home,
         ]  # fmt: skip
-        return digest(inputs)
+        adopt = self.data.adopt
+        return digest([*inputs, adopt.interpreter, adopt.versions] if adopt else inputs)
 
     @cached_property
     def spec_digest(self) -> str:
@@ -278,6 +295,7 @@ class NodeSpec:
         runtime = {"venv": self.data.python, f"file {self.paths.lock_copy}": self.lock.sha256[:16]}
         runtime |= {f"tool {name}": version for name, version in self.tools_lock.versions.items()}
         runtime |= {f"distribution {name}": version for name, version in self.lock.versions.items()}
+        runtime |= {"adopt": self.data.adopt.interpreter} if self.data.adopt else {}
         runtime |= {"proofs": self.runtime_stamp[:16]}
         if self.cuda_stub_source:
             runtime |= _file_keys([self.cuda_stub_source])
@@ -488,7 +506,7 @@ class NodeSpec:
             "packages": _once(packages),
             "packages_maybe": _once(maybe),
             "cuda_home": self.data.cuda_home,
-            "pythons": [self.python, self.data.interpreter, own, f"/usr/bin/{own}"],
+            "pythons": [self.python, self.interpreter, own, f"/usr/bin/{own}"],
             "kernels": self.stack.toolchain.kernels if cuda else [],
             "mounts": {"root": self.paths.root, "shm": SHM, "model": self.model_path},
             "ports": [self.data.cluster.port] if self.data.cluster else [],
@@ -561,7 +579,8 @@ class NodeSpec:
     @cached_property
     def runtime_stamp(self) -> str:
         """What a verified runtime is recorded under."""
-        return digest([self.lock.sha256, self.data.python, self.data.device, self.runtime_proofs])
+        adopt = [self.data.adopt.interpreter] if self.data.adopt else []
+        return digest([self.lock.sha256, self.data.python, self.data.device, self.runtime_proofs, *adopt])
 
     @cached_property
     def patches_stamp(self) -> str:
@@ -603,6 +622,11 @@ def build_spec(
             raise wrong("gate", "a gate judges the benchmark, which this run leaves out", "leave out `gate`")
     if ladder.stack != stack.name:
         raise wrong("ladder", f'ladder "{values.ladder}" is written for stack "{ladder.stack}", not "{stack.name}"')
+    if values.adopt and (values.interpreter or values.python_download):
+        raise wrong("adopt", "names the interpreter, as `interpreter` or `python_download` does: leave that out")
+    for name in values.adopt.versions if values.adopt else ():
+        if name not in read_lock(lock_path(stack, values.python)).versions:
+            raise wrong("adopt", f'versions: "{name}" is not a distribution of stack {stack.name}')
     if values.python not in stack.pythons:
         hint = f"{stack.name} is locked for Python " + ", ".join(stack.pythons)
         raise wrong("python", f'Python "{values.python}" has no lock', hint)

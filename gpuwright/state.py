@@ -62,6 +62,27 @@ class SeenVenv(Seen):
     installed: SeenInstalled
 
 
+class SeenAdoptedDistribution(Seen):
+    """A distribution of an adopted interpreter: its version, the folder it lies in, a digest over its files' content
+    (as SeenInstalled has it), and the path of the file that was written last.
+    """
+
+    version: str
+    site: str
+    content: str
+    newest: str | None
+
+
+class SeenAdopted(Seen):
+    """An interpreter that someone else keeps: its version, its folders of distributions in the order in which they win,
+    and what it has of the lock, by canonical name.
+    """
+
+    python: str
+    sites: list[str]
+    distributions: dict[str, SeenAdoptedDistribution]
+
+
 class SeenModelFile(Seen):
     """A file of the model folder: bytes, when it was written (ns), its inode, and the sha256 where it was asked for."""
 
@@ -148,11 +169,12 @@ class Reading(Seen):
 
 
 class NodeState(Seen):
-    """Everything one observation says. `deployed`: what the last deploy of each stage declared. `unreadable`: paths
+    """Everything one observation says. `deployed`: what the last deploy of each stage declared. `adopted_before`: what
+    the last deploy found an adopted interpreter to be. `unreadable`: paths
     that are there and that this user may not read: what is said of them is not known.
     """
 
-    version: Literal[5]
+    version: Literal[6]
     python: str
     uid: int
     machine: str
@@ -170,6 +192,8 @@ class NodeState(Seen):
     launch_scripts: list[str]
     tools: SeenTools | None
     venv: SeenVenv | None
+    adopted: SeenAdopted | None
+    adopted_before: dict[str, Any] | None
     stamps: dict[str, dict[str, Any] | None]
     model: SeenModel | None
     port: SeenPort | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyinfra.api.operation import operation
 
 from gpuwright import node
-from gpuwright.plan import STUB, SYNC, TOOLS, VENV, VERIFY
+from gpuwright.plan import ADOPT, STUB, SYNC, TOOLS, VENV, VERIFY
 from gpuwright.spec import NodeSpec
 from operations.stage import Commands, converge
 
@@ -25,6 +25,13 @@ def create_venv(spec: NodeSpec) -> Commands:
         "the venv is there",
         lambda state, changes: node.create_venv(spec, state.interpreter),
     )
+
+
+@operation()
+def adopt(spec: NodeSpec) -> Commands:
+    """Have the venv see an interpreter that someone else keeps, and record what of it. Reads the observation."""
+    settled = f"{spec.data.adopt.interpreter} is as it was adopted" if spec.data.adopt else "nothing is adopted"
+    yield from converge(spec, ADOPT, settled, lambda state, changes: node.adopt(spec, state))
 
 
 @operation()

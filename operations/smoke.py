@@ -16,6 +16,7 @@ from pyinfra.api.operation import operation
 from pyinfra.api.state import State
 
 from gpuwright import compare, gates, node
+from gpuwright.adopt import versions
 from gpuwright.errors import GpuwrightError
 from gpuwright.plan import GATE, SMOKE
 from gpuwright.preflight import shell_failure
@@ -75,7 +76,7 @@ def measure(state: State, host: Host, spec: NodeSpec, observed: NodeState) -> bo
         _say(host, f"the run's summary could not be read from {spec.paths.results}/raw/{run_id}: deploy again")
         return False
     summary = json.loads(json.loads(last_line(text))[path])
-    packages = observed.venv.distributions if observed.venv else {}
+    packages = versions(spec, observed)
     record = make_record(spec, summary, run_id, revision(), packages)
     kept, _ = run(host, node.write_files(spec, [NodeFile(f"{spec.paths.results}/{run_id}.json", dump(record))]))
     if not kept:

@@ -95,7 +95,7 @@ class Recorded:
 
 def readings(source: Recorded, spec: NodeSpec) -> dict[str, Reading]:
     """What an observation of such a machine holds."""
-    asked = spec.asked | {"site": f"{spec.paths.venv}/lib/python{spec.data.python}/site-packages"}
+    asked = spec.asked | {"sites": [f"{spec.paths.venv}/lib/python{spec.data.python}/site-packages"]}
     return {name: Reading(**machine.reading(machine.READINGS[name], source, asked)) for name in asked["readings"]}
 
 

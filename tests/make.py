@@ -94,7 +94,7 @@ def seen(state: NodeState, reading: str, value: Any = None, problem: str | None 
 def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
     """A fresh host that has what the stack needs and nothing of ours."""
     fields: dict[str, Any] = {
-        "version": 5,
+        "version": 6,
         "python": "3.12.3",
         "uid": 0,
         "machine": "x86_64",
@@ -112,6 +112,8 @@ def empty_state(spec: NodeSpec, **changed: Any) -> NodeState:
         "launch_scripts": [],
         "tools": None,
         "venv": None,
+        "adopted": None,
+        "adopted_before": None,
         "stamps": {"runtime": None, "patches": None, "config": None},
         "model": None,
         "port": None,

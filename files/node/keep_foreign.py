@@ -1,6 +1,6 @@
 """Keep a copy of files that are neither pristine nor ours, and show what was changed in them.
 
-REQUEST: site, originals, foreign, files as for patch_files. Changes nothing in the venv.
+REQUEST: originals, foreign, files as for patch_files. Changes nothing in the venv.
 """
 
 import difflib
@@ -29,7 +29,7 @@ def bases(item):
 
 def main():
     for item in REQUEST["files"]:
-        path = os.path.join(REQUEST["site"], item["path"])
+        path = os.path.join(item["site"], item["path"])
         with open(path, "rb") as handle:
             content = handle.read()
         copy = os.path.join(

@@ -643,11 +643,12 @@ def kernels(source, asked):
     """{library: its SM versions} of what is asked for below site-packages; empty while nothing is installed."""
     found = {}
     for pattern in asked["kernels"]:
-        for path in source.glob("%s/%s" % (asked["site"], pattern)) if asked["site"] else ():
-            try:
-                found[os.path.relpath(path, asked["site"])] = architectures(path)
-            except (OSError, ValueError, struct.error, IndexError) as error:
-                raise Unobserved("%s cannot be read: %s" % (path, error)) from None
+        for site in reversed(asked["sites"]):  # so that the first one wins, as in an import
+            for path in source.glob("%s/%s" % (site, pattern)):
+                try:
+                    found[os.path.relpath(path, site)] = architectures(path)
+                except (OSError, ValueError, struct.error, IndexError) as error:
+                    raise Unobserved("%s cannot be read: %s" % (path, error)) from None
     return found
 
 

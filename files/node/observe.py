@@ -2,8 +2,8 @@
 
 The one exception is asked for: with `deep` and `remember`, what was read is remembered in run/integrity.json.
 REQUEST says where to look: root, venv, tools, files, folders, commands, address, port, unit, model, interpreter,
-patched, manifest, originals, deep, remember, machine (what files/node/machine.py is asked), run (argv and env that the
-active tier's launch script ends in).
+patched, adopt, manifest, originals, deep, remember, machine (what files/node/machine.py is asked), run (argv and env
+that the active tier's launch script ends in), system_manifest.
 """
 
 import base64
@@ -255,6 +255,50 @@ def interpreter(wanted, path):
     return None
 
 
+SITES = """
+import json, sys
+sites = [path for path in sys.path if path.rstrip("/").rpartition("/")[2] in ("site-packages", "dist-packages")]
+print(json.dumps({"python": "%d.%d.%d" % sys.version_info[:3], "sites": sites}))
+"""
+
+
+def adopted(asked, patched):
+    """The interpreter that someone else keeps, with what it has of the distributions asked for; None if it cannot be
+    run. Where it has one twice, the first folder wins, as in an import.
+    """
+    try:
+        done = subprocess.run(
+            [asked["interpreter"], "-IB", "-c", SITES], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60
+        )
+        found = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    named, skipped = {}, patched if asked["patch_in_place"] else set()
+    for site in found["sites"]:
+        for name, version, info in infos(site):
+            if name in asked["distributions"]:
+                named.setdefault(name, (site, version, info))
+
+    def look(name):
+        site, version, info = named[name]
+        seen = distribution(site, info, skipped, None, None, True)
+        newest = seen["newest"] and seen["newest"][1]
+        return name, {"version": version, "site": site, "content": seen["content"], "newest": newest}
+
+    found["distributions"] = dict(
+        shared_out(look, list(named), lambda name: size_of(os.path.join(named[name][2], "RECORD")))
+    )
+    return found
+
+
+def patched_at(path, site, others):
+    """A file that carries patches: the venv's; or, where they go in place, that of the adopted interpreter."""
+    places = [site] if site else []
+    if others and REQUEST["adopt"]["patch_in_place"]:
+        places += others["sites"]
+    return next(filter(None, (file(os.path.join(place, path)) for place in places)), None)
+
+
 DATA_END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d+)\s*\]')
 
 
@@ -460,7 +504,11 @@ STAMPS = ("runtime", "patches", "config")
 def main():
     root, port = REQUEST["root"], REQUEST["port"]
     disk = nearest_existing(root)
-    asked = dict(REQUEST["machine"], site=site_of(REQUEST["venv"]))
+    manifest = read_json(REQUEST["manifest"]) or {}
+    patched = sorted(set(REQUEST["patched"]) | set(manifest))
+    kept_by_others = adopted(REQUEST["adopt"], set(patched)) if REQUEST["adopt"] else None
+    sites = [site_of(REQUEST["venv"]), *(kept_by_others["sites"] if kept_by_others else [])]
+    asked = dict(REQUEST["machine"], sites=[site for site in sites if site])
     reader = begin_readings(asked)
     try:
         import ensurepip  # noqa: F401  (absent on Debian without python3-venv)
@@ -469,11 +517,9 @@ def main():
     except ImportError:
         has_ensurepip = False
     tools = venv(REQUEST["tools"], [], {}, hashes=False)
-    manifest = read_json(REQUEST["manifest"]) or {}
-    patched = sorted(set(REQUEST["patched"]) | set(manifest))
     deep_cache = os.path.join(root, "run", "integrity.json") if REQUEST["deep"] else None
     answer = {
-        "version": 5,
+        "version": 6,
         "python": "%d.%d.%d" % sys.version_info[:3],
         "uid": os.geteuid(),
         "machine": os.uname().machine,
@@ -494,6 +540,8 @@ def main():
         ],
         "tools": tools and {"distributions": tools["distributions"], "damaged": tools["damaged"]},
         "venv": venv(REQUEST["venv"], patched, read_json(os.path.join(root, "run", "builds.json")) or {}, deep_cache),
+        "adopted": kept_by_others,
+        "adopted_before": read_json(os.path.join(root, "run", "adopted.json")),
         "stamps": {name: read_json(os.path.join(root, "run", "%s.json" % name)) for name in STAMPS},
         "model": model(REQUEST["model"]),
         "port": port_holder(port),
@@ -507,7 +555,7 @@ def main():
         "results": results(os.path.join(root, "results")),
     }
     site = answer["venv"]["site"] if answer["venv"] else None
-    answer["patched"] = {path: file(os.path.join(site, path)) if site else None for path in patched}
+    answer["patched"] = {path: patched_at(path, site, kept_by_others) for path in patched}
     answer["manifest"] = manifest
     answer["originals"] = [name for name in listing(REQUEST["originals"]) if len(name) == 64]
     answer["machine_readings"] = finish_readings(reader, asked)

@@ -1,7 +1,7 @@
 """Bring files of the venv from one known content to another, by hash.
 
-REQUEST: site, originals, manifest, stamp, files [{"path", "distribution", "pristine", "known",
-"steps": [{"id", "pre", "post", "diff"}]}].
+REQUEST: originals, manifest, stamp, files [{"site" (the folder that "path" is below), "path", "distribution",
+"pristine", "known", "steps": [{"id", "pre", "post", "diff"}]}].
 A file that is at the pre-image of a step is taken through it and all after it. One that holds another content of ours
 (`known`) starts anew from the kept original. Without steps the original is put back. Anything else is
 refused and left as it is. The order of writes is such that a kill between any two leaves a state the next run finishes:
@@ -53,7 +53,7 @@ def replace(path, content):
 
 
 def patch(item):
-    path = os.path.join(REQUEST["site"], item["path"])
+    path = os.path.join(item["site"], item["path"])
     try:
         with open(path, "rb") as handle:
             content = handle.read()

@@ -59,6 +59,7 @@ OPERATIONS = {
     p.SETTINGS: system.set_host,
     p.TOOLS: runtime.install_tools,
     p.VENV: runtime.create_venv,
+    p.ADOPT: runtime.adopt,
     p.SYNC: runtime.sync_venv,
     p.STUB: runtime.build_cuda_stub,
     p.VERIFY: runtime.verify,
@@ -150,7 +151,8 @@ def test_sync_venv_reinstalls_what_is_damaged(collect: Collect) -> None:
     assert request_of(write, "write_files") == {"files": [lock], "remove": [f"{ROOT}/run/runtime.json"]}
     uv = (
         f"{UV} pip sync --python {ROOT}/venv/bin/python --require-hashes --only-binary :all: "
-        f"--reinstall-package einops --reinstall-package torch {ROOT}/run/runtime.lock.txt 2>&1"
+        "--allow-empty-requirements --reinstall-package einops --reinstall-package torch "
+        f"{ROOT}/run/runtime.lock.txt 2>&1"
     )
     pipeline = f"{uv} | {{ grep -v '\"'\"'^ [+-] '\"'\"' || true; }}"
     assert sync == NodeCommand(f"{LOCK}bash -o pipefail -c '{pipeline}'{CONFLICT}", streamed=True)
@@ -203,11 +205,11 @@ def with_patched(sha256: str | None) -> Any:
 def test_apply_series(collect: Collect) -> None:
     (command,) = collect(patches.apply_series, LAB, with_patched(PATCH.pre_sha256))
     request = request_of(command, "patch_files")
-    assert request["site"] == f"{ROOT}/venv/lib/python3.12/site-packages"
     assert request["originals"] == f"{ROOT}/patches/originals" and request["stamp"] == f"{ROOT}/run/patches.json"
     assert request["manifest"] == f"{ROOT}/patches/applied.json"
     (file,) = request["files"]
     (step,) = file["steps"]
+    assert file["site"] == f"{ROOT}/venv/lib/python3.12/site-packages"
     assert (file["path"], step["pre"], step["post"]) == (PATCH.file, PATCH.pre_sha256, PATCH.post_sha256)
 
 

@@ -46,13 +46,13 @@ def text(name: str) -> str:
 
 
 def read(name: str, source: Recorded, **asked: Any) -> Any:
-    made = machine.reading(machine.READINGS[name], source, GPU.asked | {"site": None} | asked)
+    made = machine.reading(machine.READINGS[name], source, GPU.asked | {"sites": []} | asked)
     assert made["problem"] is None, made
     return made["value"]
 
 
 def problem(name: str, source: Recorded) -> str:
-    made = machine.reading(machine.READINGS[name], source, GPU.asked | {"site": None})
+    made = machine.reading(machine.READINGS[name], source, GPU.asked | {"sites": []})
     assert made["value"] is None, made
     return str(made["problem"])
 
@@ -492,5 +492,5 @@ def test_a_library_that_is_none_holds_no_kernels(tmp_path: Path) -> None:
     for name, data in (("a.so", b"not an ELF"), ("b.so", b"\x7fELF" + b"\x01" * 60)):
         (tmp_path / name).write_bytes(data)
     assert machine.architectures(str(tmp_path / "a.so")) == []
-    made = machine.reading(machine.READINGS["kernels"], machine.Node(), {"kernels": ["*.so"], "site": str(tmp_path)})
+    made = machine.reading(machine.READINGS["kernels"], machine.Node(), {"kernels": ["*.so"], "sites": [str(tmp_path)]})
     assert made["value"] is None and "b.so cannot be read" in made["problem"]

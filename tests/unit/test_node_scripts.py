@@ -116,9 +116,9 @@ def patch_request(folder: Path, steps: list[tuple[bytes, bytes]], **changed: Any
         {"id": f"p{i}", "pre": sha256(a), "post": sha256(b), "diff": unified(a, b)} | changed
         for i, (a, b) in enumerate(steps)
     ]
-    item = {"path": "module.py", "distribution": "dist", "pristine": sha256(ONE), "steps": rows}
+    place = {"site": str(folder / "site"), "path": "module.py"}
+    item = {**place, "distribution": "dist", "pristine": sha256(ONE), "steps": rows}
     return {
-        "site": str(folder / "site"),
         "originals": str(folder / "originals"),
         "manifest": str(folder / "applied.json"),
         "stamp": str(folder / "stamp"),
