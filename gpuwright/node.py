@@ -140,8 +140,9 @@ def observe(spec: NodeSpec, *, remember: bool = True) -> NodeCommand:
 
 
 def make_folders(spec: NodeSpec) -> list[NodeCommand]:
-    """Every folder, with its mode."""
+    """Every folder, with its mode, and the file of the node's lock: that one belongs to whom the root belongs to."""
     lines = [f"install -d -m {mode:04o} {shlex.quote(path)}" for path, mode in spec.paths.folders.items()]
+    lines.append(f"touch {shlex.quote(spec.paths.mutex)}")
     return [NodeCommand(" && ".join(lines))]
 
 

@@ -398,8 +398,12 @@ class NodeSpec:
         return tier.ready_timeout_s or self.data.ready_timeout_s
 
     def standing(self, tier: Tier) -> Standing:
-        """What is known of a tier on this node's versions and patches."""
-        return standing(tier, self.lock.versions, self.patch_set_digest)
+        """What is known of a tier on this node's versions and patches. Which version an adopted interpreter has, where
+        others than the lock's will do, is not known here: so nothing that was seen on the lock's speaks for it.
+        """
+        adopted = self.data.adopt.versions if self.data.adopt else {}
+        versions = self.lock.versions | {name: f"{specifier}, adopted" for name, specifier in adopted.items()}
+        return standing(tier, versions, self.patch_set_digest)
 
     def script_name(self, tier: Tier) -> str:
         """`run_tp8_piecewise.sh`."""

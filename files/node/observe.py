@@ -114,8 +114,9 @@ def shared_out(work, items, weight):
 
 def distribution(site, info, patched, build, kept, hashes):
     """What an installed distribution is like, of its own RECORD alone: {"problem" (or None), "paths" that it brings but
-    for `patched` ones, "odd" {path: how it is not as recorded}, "missing", "content" and "times" (digests), "newest",
-    "read" {path: [what it is known again by, its sha256]}, "anew" (whether one of them was not in `kept`)}.
+    for `patched` ones (which count as they were installed), "odd" {path: how it is not as recorded}, "missing",
+    "content" and "times" (digests), "newest", "read" {path: [what it is known again by, its sha256]}, "anew" (whether
+    one of them was not in `kept`)}.
 
     `kept` is what an earlier deep reading read, None where only text is read.
     """
@@ -129,10 +130,11 @@ def distribution(site, info, patched, build, kept, hashes):
         found["problem"] = "has no INSTALLER: its installation was cut off"
     times, content = {}, {}
     for path, said, size in rows or ():
+        full, recorded = os.path.join(site, path), said.partition("sha256=")[2]
         if path in patched:
+            content[path] = recorded
             continue
         found["paths"].append(path)
-        full, recorded = os.path.join(site, path), said.partition("sha256=")[2]
         try:
             there = os.stat(full)
         except OSError:

@@ -158,9 +158,9 @@ def test_sudo_is_used_for_the_hosts_settings_alone(control: Control, three: list
         return int(node.run("df --output=size -k /dev/shm | tail -1"))
 
     before, since = shm_kib(), node.run("date '+%F %T'")
-    set_up = user(**{"open-files": 4096, "shared-memory": 1})
+    set_up = user(**{"open-files": 4096, "shared-memory": 3})
     ok(set_up.deploy(*OTHER))
-    assert shm_kib() == 1 << 20 != before
+    assert shm_kib() == 3 << 20 != before
     assert "4096" in node.run("cat /etc/security/limits.d/90-admins.conf")
     assert node.run(f"find {kept} ! -user root") == "" and "shared-memory" in node.run(f"cat {kept}/system.json")
     assert node.run("systemctl is-enabled admins-settings") == "enabled"

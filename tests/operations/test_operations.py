@@ -115,7 +115,10 @@ def request_of(command: object, name: str) -> dict[str, Any]:
 
 def test_create_folders(collect: Collect) -> None:
     names = ["", "/launch", "/patches", "/patches/originals", "/patches/foreign", "/cache", "/logs", "/results", "/lib"]
-    lines = [f"install -d -m 0755 {ROOT}{name}" for name in names] + [f"install -d -m 0700 {ROOT}/run"]
+    lines = [f"install -d -m 0755 {ROOT}{name}" for name in names] + [
+        f"install -d -m 0700 {ROOT}/run",
+        f"touch {ROOT}/.lock",
+    ]
     assert collect(system.create_folders, LAB, EMPTY) == [NodeCommand(" && ".join(lines))]
 
 

@@ -9,6 +9,7 @@ import pytest
 from gpuwright import adopt, drift
 from gpuwright import plan as p
 from gpuwright.errors import InputErrors
+from gpuwright.ladder import Evidence
 from gpuwright.lockfile import read_lock
 from gpuwright.node import adopt as adopt_commands
 from gpuwright.node import apply_patches, sync_venv
@@ -16,7 +17,7 @@ from gpuwright.patches import Action, decide
 from gpuwright.plan import plan, runs_on, server_actions
 from gpuwright.spec import NodeSpec
 from gpuwright.state import NodeState, SeenAdopted, SeenAdoptedDistribution, SeenFile
-from tests.make import empty_state, lab_spec, settled_state
+from tests.make import empty_state, gpu_spec, lab_spec, settled_state
 from tests.unit.test_system import request_of
 
 PYTHON = "/opt/vendor/bin/python"
@@ -224,3 +225,15 @@ def test_bad_input(given: dict[str, Any], said: str) -> None:
 def test_another_interpreter_is_another_runtime() -> None:
     digests = {lab_spec().runtime_digest, spec_of().runtime_digest, spec_of(versions={"torch": ">=2"}).runtime_digest}
     assert len(digests) == 3
+
+
+def test_what_was_seen_on_the_locks_versions_says_nothing_of_others() -> None:
+    blocked = {"tier": "piecewise", "allow_blocked": True}
+    known, other = (
+        gpu_spec(adopt={"interpreter": PYTHON, "versions": v}, **blocked) for v in ({}, {"sglang": ">=0.5"})
+    )
+    digest = known.patch_set_digest
+    seen = Evidence(seen="2026-11-30", what="it served", versions={"sglang": "0.5.9"}, patch_set=digest)
+    tier = known.tier.model_copy(update={"status": "works", "evidence": [seen]})
+    assert (known.standing(tier).status, other.standing(tier).status) == ("works", "open")
+    assert "sglang 0.5.9 (now >=0.5, adopted)" in other.standing(tier).why
