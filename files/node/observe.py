@@ -224,6 +224,9 @@ def digest_of(values):
 
 
 def venv(path, patched, builds, deep_cache=None, hashes=True):
+    """A venv of ours; None where it is none, or no longer one: its interpreter is gone, or is of another Python by now
+    (a release of the system that follows another link from /usr/bin/python3), which does not see what is installed.
+    """
     config = os.path.join(path, "pyvenv.cfg")
     try:
         with open(config, encoding="utf-8") as handle:
@@ -232,7 +235,10 @@ def venv(path, patched, builds, deep_cache=None, hashes=True):
         return None
     version = next((v.strip() for k, v in pairs.items() if k.strip() in ("version_info", "version")), "")
     site = os.path.join(path, "lib", "python" + ".".join(version.split(".")[:2]), "site-packages")
-    if not os.path.exists(os.path.join(path, "bin", "python")) or not os.path.isdir(site):
+    python = os.path.join(path, "bin", "python")
+    now = re.fullmatch(r"python(3\.\d+)", os.path.basename(os.path.realpath(python)))
+    moved = now is not None and now[1] != ".".join(version.split(".")[:2])
+    if not os.path.exists(python) or not os.path.isdir(site) or moved:
         return None
     versions, damaged, installed = distributions(site, set(patched), builds, deep_cache, hashes)
     return {"python": version, "site": site, "distributions": versions, "damaged": damaged, "installed": installed}

@@ -496,6 +496,30 @@ def test_damage_is_found_and_named(node: Path) -> None:
     assert seen is not None and seen.sha256 == sha256(b"edited, of another size")
 
 
+def test_what_is_found_does_not_depend_on_how_the_work_is_shared_out(node: Path) -> None:
+    """Among one process, or among as many as there may be: a digest is kept, and another day compared with."""
+    spec, shared = lab_spec(root=str(node)), "1 + sum(map(weight, items)) // 100_000"
+    script = observe(spec).stdin
+    assert script.count(shared) == 1
+    found = []
+    for jobs in ("1", "2", "8"):
+        text = script.replace("min(8, os.cpu_count() or 1, " + shared, f"min({jobs}, 8")
+        done = subprocess.run(["python3", "-IBu", "-"], input=text, capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout)["venv"])
+    assert found[0] == found[1] == found[2] and found[0]["installed"]["newest"]
+
+
+def test_a_venv_whose_python_has_become_another_is_none(node: Path) -> None:
+    """As after an upgrade of the system: /usr/bin/python3 is another Python, and sees nothing of what is installed."""
+    python = node / "venv" / "bin" / "python"
+    python.unlink()
+    for name, there in (("python3.12", True), ("python3.13", False), ("python3", True)):
+        (node / name).touch()
+        python.symlink_to(node / name)
+        assert (observed(lab_spec(root=str(node))).venv is not None) == there
+        python.unlink()
+
+
 def test_another_build_of_the_same_version_is_found(node: Path) -> None:
     """Whole by its own account: it was installed by hand from a wheel of one's own."""
     (node / "run").mkdir()
