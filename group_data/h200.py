@@ -1,19 +1,27 @@
-"""One H200, to try what needs a GPU where there is no Blackwell: docs/doctor.md says what was seen on one."""
+"""One H200 on which someone else keeps torch, and no package index: the interpreter is adopted, the rest is carried in."""
 
-ladder = "lab-h200"
+import os
+
+_gpus = int(os.environ.get("GPUWRIGHT_GPUS", "1"))  # 1 or 2, as benchmarks/gpu.sh says
+
+stack = "sglang-0.5.12-cu130"
+ladder = "h200-llama" if _gpus == 1 else "h200-llama-tp2"
 device = "cuda"
+python = "3.12"
+adopt = {"interpreter": "/opt/torch/.venv/bin/python3", "versions": {"torch": "==2.11.0"}}
+wheels = "wheelhouse"
 cuda_home = "/usr/local/cuda-13.0"
-model = {"kind": "tiny"}
-supervisor = "supervisor"
-min_memory_gib = 32
-gpu = {
-    "count": 1,
-    "name": "NVIDIA H200",
-    "compute_capability": "9.0",
-    "memory_gib": 140,
-    "pcie": {"generation": 5, "width": 16},
+model = {"kind": "folder", "path": "/opt/models/random-llama"}  # benchmarks/random_llama.py
+gpu = {"count": _gpus, "name": "NVIDIA H200", "compute_capability": "9.0", "memory_gib": 139}
+supervisor = "supervisor"  # no systemd there
+ready_timeout_s = 420
+profiles = {
+    "smoke": {
+        "levels": [1, 16, 64],
+        "input_len": 512,
+        "output_len": 64,
+        "prompts_per_concurrency": 8,
+        "min_prompts": 32,
+        "repeats": 3,
+    },
 }
-ignored_checks = {
-    "nvcc-release": "this machine has CUDA 13.0 alone, and no network to fetch 12.8",
-}
-profiles = {"smoke": {"levels": [1, 16, 64], "input_len": 256, "output_len": 64, "prompts_per_concurrency": 5}}

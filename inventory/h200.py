@@ -1,4 +1,4 @@
-"""This very machine as an H200 node."""
+"""This machine, with an NVIDIA H200 and no network: benchmarks/gpu.sh deploys to it (docs/gpu-h200.md)."""
 
 from operations.limit import require_match
 

@@ -12,7 +12,7 @@ import pytest
 
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
-from tests.lab.conftest import Lab, free_ports, ok
+from tests.lab.conftest import Lab, children, free_ports, ok
 from tests.lab.test_server_drift import check
 
 ROOT = REPOSITORY / ".lab" / "test-vendor"
@@ -39,8 +39,8 @@ def test_it_serves_with_what_the_vendor_has_and_with_patches_of_its_own(adopting
     ok(adopting.deploy("--data", "smoke=never"))
     own = {path.name.partition("-")[0] for path in adopting.site.glob("*.dist-info")}
     assert own == {"sglang", "flashinfer_python"}, "what carries a patch; all else is the vendor's"
-    scheduler = [Path(f"/proc/{pid}/maps").read_text() for pid in adopting.record()["processes"]]
-    assert any(f"{lab.site}/torch/lib/libtorch_cpu.so" in maps for maps in scheduler)
+    loaded = [Path(f"/proc/{pid}/maps").read_text() for pid in (adopting.pid(), *children(adopting.pid()))]
+    assert any(f"{lab.site}/torch/lib/libtorch_cpu.so" in maps for maps in loaded)
     with urllib.request.urlopen(f"http://127.0.0.1:{adopting.port}/health", timeout=30) as answer:
         assert answer.status == 200
     assert {path: path.stat().st_mtime_ns for path in lab.site.rglob("*.py")} == before

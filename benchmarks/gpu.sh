@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# The whole product on this machine's own GPU, without a network: adopt what is there, carry in the rest, serve, measure,
+# drift, crash. docs/gpu-h200.md shows what came of it; inventory/h200.py and group_data/h200.py say what is deployed.
+# usage: benchmarks/gpu.sh gather DIR   where a package index can be reached: all wheels that the machine will need
+#        benchmarks/gpu.sh prepare DIR  there: a control environment and the wheelhouse from DIR, and a random model
+#        benchmarks/gpu.sh deploy       doctor, then tier baseline: install, patch, serve, smoke; a second deploy; a check
+#        benchmarks/gpu.sh tiers        the other tiers, compared with it; baseline again
+#        benchmarks/gpu.sh drift        a hand edit: check 2, deploy, check 0; the scheduler killed, then a deploy
+#        benchmarks/gpu.sh report FILE  the HTML report, and the records as a table
+# Each fits in ten minutes on one H200. GPUWRIGHT_GPUS=2 does it with tensor parallelism 2.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+inventory=inventory/h200.py
+stack=sglang-0.5.12-cu130
+python=/opt/torch/.venv/bin/python3 # what is adopted; it makes the control environment too
+export GPUWRIGHT_GPUS=${GPUWRIGHT_GPUS:-1} PYTHONDONTWRITEBYTECODE=1
+
+step() {
+  local begin=$SECONDS code=0
+  echo "== $*"
+  "$@" || code=$?
+  echo "== exit code $code after $((SECONDS - begin)) s"
+  return "$code"
+}
+expect() { # CODE COMMAND…
+  local wanted=$1 code=0
+  shift
+  step "$@" || code=$?
+  [ "$code" = "$wanted" ] || { echo "expected exit code $wanted"; exit 1; }
+}
+deploy() { step .venv/bin/pyinfra "$inventory" deploy.py -y "$@" 2>&1; }
+unchanged() { # a deploy that is to change nothing
+  deploy "$@" | tee /tmp/unchanged.log
+  if grep -qE ' Success$' /tmp/unchanged.log; then echo "a second deploy changed something"; exit 1; fi
+}
+check() { expect "$1" .venv/bin/python check.py "$inventory" "${@:2}"; }
+
+case "${1:-}" in
+gather)
+  to=${2:?DIR}
+  mkdir -p "$to/control"
+  .venv/bin/python -m gpuwright wheelhouse "$stack" --python 3.12 --to "$to/wheelhouse"
+  .venv/bin/python -m pip download --quiet --disable-pip-version-check --require-hashes --only-binary :all: \
+    --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+    --platform manylinux_2_17_x86_64 --platform any --no-deps -r requirements.txt -d "$to/control"
+  du -sh "$to"/*
+  ;;
+prepare)
+  from=${2:?DIR}
+  "$python" -m venv .venv
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-index --find-links "$from/control" \
+    --require-hashes -r requirements.txt
+  mkdir -p wheelhouse && cp -n "$from"/wheelhouse/*.whl wheelhouse/
+  step "$python" benchmarks/random_llama.py /opt/models/random-llama --tensor-parallel "$GPUWRIGHT_GPUS"
+  nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv
+  ;;
+deploy)
+  step .venv/bin/pyinfra "$inventory" doctor.py -y || true # it says what could be better, too
+  deploy
+  unchanged
+  check 0
+  ;;
+tiers)
+  for tier in "${@:2}"; do
+    deploy --data "tier=$tier"
+    step .venv/bin/python -m gpuwright compare "$tier" || true
+  done
+  deploy
+  ;;
+drift)
+  file=$(ls /opt/gpuwright/venv/lib/python3.12/site-packages/sglang/srt/utils/common.py)
+  cp -p "$file" /tmp/kept.py
+  cp "$file" /tmp/edited.py && echo '# by hand' >>/tmp/edited.py && mv /tmp/edited.py "$file"
+  check 2
+  deploy --data smoke=never
+  check 0
+  cmp "$file" /tmp/kept.py
+  scheduler=$(pgrep -f 'sglang::scheduler' | head -1)
+  step kill -9 "$scheduler"
+  sleep 5
+  check 2
+  deploy --data smoke=never
+  check 0
+  nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv
+  ;;
+report)
+  .venv/bin/python -m gpuwright report --output "${2:?FILE}"
+  .venv/bin/python -m gpuwright tiers "$(basename h200-llama)" || true
+  ;;
+*)
+  sed -n '2,12s/^# \{0,1\}//p' "$0"
+  exit 64
+  ;;
+esac
