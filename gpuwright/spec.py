@@ -527,7 +527,10 @@ class NodeSpec:
         for patch in self.patches:
             proofs += [_proof(f"{patch.id}: {assumed.text}", assumed.code) for assumed in patch.assumptions]
         proofs += [_proof(setting.id, _probe(setting.probe)) for setting in self.settings]
-        return proofs + [_proof(f"{patch.id} is fixed upstream", _probe(patch.probe)) for patch in self.uncovered]
+        return proofs + [
+            _proof(f"{patch.id} is fixed upstream", _probe(patch.fixed_probe or patch.probe))
+            for patch in self.uncovered
+        ]
 
     @property
     def config_proofs(self) -> list[dict[str, Any]]:
@@ -593,7 +596,8 @@ def build_spec(
         return among[name]
 
     stack: Stack = pick("stack", values.stack, catalogue.stacks, "there is no stack")
-    ladder: Ladder = pick("ladder", values.ladder, catalogue.ladders, "there is no ladder")
+    among = catalogue.ladders[stack.name]
+    ladder: Ladder = pick("ladder", values.ladder, among, f"stack {stack.name} has no ladder")
     tiers = {tier.name: tier for tier in ladder.tiers}
     tier: Tier = pick("tier", values.tier, tiers, f"ladder {values.ladder} has no tier")
     pick("profile", values.profile, values.profiles, "there is no profile")
@@ -601,8 +605,6 @@ def build_spec(
         pick("gate", values.gate, {"off": None, **tiers}, f"ladder {values.ladder} has no tier")
         if values.smoke == "never" or "smoke" not in values.stages:
             raise wrong("gate", "a gate judges the benchmark, which this run leaves out", "leave out `gate`")
-    if ladder.stack != stack.name:
-        raise wrong("ladder", f'ladder "{values.ladder}" is written for stack "{ladder.stack}", not "{stack.name}"')
     if values.python not in stack.pythons:
         hint = f"{stack.name} is locked for Python " + ", ".join(stack.pythons)
         raise wrong("python", f'Python "{values.python}" has no lock', hint)
@@ -649,7 +651,11 @@ def build_spec(
         system=declared(catalogue.system, values.system),
         uncovered=uncovered,
         series=catalogue.patches,
-        settings=tuple(setting for setting in catalogue.settings if values.ladder in setting.ladders),
+        settings=tuple(
+            setting
+            for setting in catalogue.settings
+            if values.ladder in setting.ladders and setting.covers(lock.versions.get(setting.distribution))
+        ),
         members=members,
     )
     found = spec.standing(tier)
