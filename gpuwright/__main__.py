@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=text)
         command.add_argument("stacks", nargs="*", metavar="STACK", help="default: every stack of catalog/stacks/")
     _tier_commands(
-        commands.add_parser("tiers", help="print the ladders; compare two tiers; render a script; add evidence")
+        commands.add_parser("tiers", help="print the ladders; compare tiers or stacks; render a script; add evidence")
     )
     command = commands.add_parser("diagnose", help="say why a server ended, by its log")
     command.add_argument("log", metavar="LOGFILE", help="any log of an SGLang server; - for stdin")
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             catalogue = load_catalogue()
             counts = {
                 "stacks": len(catalogue.stacks),
-                "tiers": sum(len(ladder.tiers) for ladder in catalogue.ladders.values()),
+                "tiers": sum(len(each.tiers) for ladders in catalogue.ladders.values() for each in ladders.values()),
                 "rules": len(catalogue.rules),
                 "patches": len(catalogue.patches),
                 "signatures": len(catalogue.signatures.signatures),
@@ -100,20 +100,27 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _tier_commands(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ladder", help="print this ladder alone")
+    parser.add_argument("--ladder", help="print this ladder alone, of every stack that has it")
+    parser.add_argument("--stack", help="print the ladders of this stack alone")
     parser.set_defaults(group="gpu")
     actions = parser.add_subparsers(dest="action")
-    diff = actions.add_parser("diff", help="what changes from tier A to tier B")
-    diff.add_argument("one", metavar="A")
-    diff.add_argument("other", metavar="B")
+    diff = actions.add_parser(
+        "diff",
+        help="what changes from tier A to tier B, or with the same ladder and tier from one stack to another",
+        usage="%(prog)s [options] A B\n       %(prog)s --stacks A B [LADDER]",
+        description="Print a line for each change: + comes, - goes, ~ differs. A and B are tiers of a group's ladder, "
+        "or, after --stacks, stacks of catalog/stacks/: then the ladders that both have are compared tier by tier.",
+    )
+    diff.add_argument("names", nargs="*", metavar="NAME", help="two tiers; with --stacks the one ladder to print")
+    diff.add_argument("--stacks", nargs=2, metavar=("A", "B"), help="compare the ladders of two stacks")
     render = actions.add_parser("render", help="print a tier's launch script as a node would get it")
     render.add_argument("tier", metavar="TIER")
     render.add_argument("--unit", action="store_true", help="print its systemd unit instead")
     record = actions.add_parser(
         "record",
-        help="propose a benchmark run as a tier's evidence: a diff of tiers.yaml",
-        description="Print a diff of catalog/tiers.yaml, for `git apply`, that adds a run to its tier's evidence and "
-        "sets the status. It is compared with the runs beside it, or with those of results/.",
+        help="propose a benchmark run as a tier's evidence: a diff of its stack's tiers file",
+        description="Print a diff of catalog/tiers/STACK.yaml, for `git apply`, that adds a run to its tier's evidence "
+        "and sets the status. It is compared with the runs beside it, or with those of results/.",
     )
     record.add_argument("result", metavar="RESULT.json", type=Path, help="a record, such as results/HOST/RUN.json")
     record.add_argument(
@@ -125,19 +132,26 @@ def _tier_commands(parser: argparse.ArgumentParser) -> None:
             "--members", default="", help="for a cluster: the addresses of its hosts, by rank, with commas"
         )
         action.add_argument("--rank", type=int, default=0, help="which of them (default: 0)")
+        action.add_argument("--stack", help="another stack than the group's")
 
 
 def tiers_command(options: argparse.Namespace) -> str:
-    """The ladders, the difference of two tiers, or a rendered file."""
+    """The ladders, the difference of two tiers or stacks, or a rendered file. Raises GpuwrightError."""
     catalogue = load_catalogue()
     if options.action is None:
-        return tiers.listing(catalogue, options.ladder)
+        return tiers.listing(catalogue, options.ladder, options.stack)
+    if options.action == "diff" and options.stacks:
+        if len(options.names) > 1:
+            raise GpuwrightError(f"--stacks compares one ladder, or all; found {' '.join(options.names)}")
+        return tiers.between_stacks(catalogue, *options.stacks, *options.names)
+    if options.action == "diff" and len(options.names) != 2:
+        raise GpuwrightError(f"name two tiers, or two stacks with --stacks; found {' '.join(options.names) or 'none'}")
     members = [member for member in options.members.split(",") if member]
     if options.action == "render":
-        spec = tiers.spec_of(catalogue, options.group, options.tier, members, options.rank)
+        spec = tiers.spec_of(catalogue, options.group, options.tier, members, options.rank, options.stack)
         return (spec.systemd_files[0] if options.unit else spec.active_script).text
     one, other = (
-        tiers.spec_of(catalogue, options.group, name, members, options.rank) for name in (options.one, options.other)
+        tiers.spec_of(catalogue, options.group, name, members, options.rank, options.stack) for name in options.names
     )
     return tiers.difference(one.ladder, one.tier, other.tier, one.data.ready_timeout_s)
 
@@ -322,18 +336,19 @@ def _patch_commands(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--why", required=True, help="what goes wrong without it")
     new.add_argument("--upstream", required=True, help="URL of the issue or change it stands for")
     new.add_argument("--remove-when", required=True, help="when it is no longer needed")
+    new.add_argument("--stack", help="whose version it is for, where stacks pin several; an id may have one entry each")
 
 
 def patches(options: argparse.Namespace) -> int:
     """List and check the series (1 when a diff does not make its post-image), print a waiver, or make a patch."""
     catalogue = load_catalogue()
     if options.action == "waiver":
-        print(series.waiver(series.find(catalogue, options.id)))
+        print("\n".join(series.waiver(patch) for patch in series.find(catalogue, options.id)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         wheels = series.Wheels(_uv(), catalogue, Path(folder))
         if options.action == "new":
-            fields = ("id", "distribution", "file", "edited", "why", "upstream", "remove_when")
+            fields = ("id", "distribution", "file", "edited", "why", "upstream", "remove_when", "stack")
             new = series.NewPatch(**{name: getattr(options, name) for name in fields})
             print(series.written_where(series.make(new, catalogue, wheels), new))
             return 0

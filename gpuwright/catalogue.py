@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,10 +16,11 @@ from gpuwright import REPOSITORY
 from gpuwright.acceptance import Acceptance, acceptance_errors
 from gpuwright.checks import Checks, check_errors
 from gpuwright.diagnose import Signatures, signature_errors
-from gpuwright.errors import InputError, InputErrors, nearest
+from gpuwright.errors import InputError, InputErrors, Place, nearest
 from gpuwright.fields import DistributionName, EnvName, RequirementText, Sha256, Slug, SpecifierText
 from gpuwright.flags import Flag, load_flags
 from gpuwright.ladder import Ladder, Tiers, ladder_errors, resolve
+from gpuwright.lockfile import lock_path, read_lock
 from gpuwright.rules import Rule, Rules, broken_rules, rule_errors
 from gpuwright.system import AnyRow, SystemRows, row_errors
 from gpuwright.yamlfile import Loc, Origin, Row, load_yaml, shown
@@ -101,8 +103,10 @@ class Assumption(Row):
 class Patch(Row):
     """One entry of the series: a unified diff on one file of one distribution, by content hash.
 
+    What is one change to its reader has one `id`, and an entry for each range of versions whose file differs.
     `active` ones are applied. A `rejected` one is kept with its evidence, so that nobody tries it again. A `retired`
     one is applied nowhere any more; its post-image is still known as ours, so that it can be taken back.
+    `fixed_probe`: the probe that shows on other versions that upstream has fixed it, where `probe` itself cannot.
     """
 
     id: Slug
@@ -115,6 +119,7 @@ class Patch(Row):
     post_sha256: Sha256
     superseded: list[Sha256] = []
     probe: str
+    fixed_probe: str = ""
     why: str
     assumptions: list[Assumption] = []
     evidence: str = ""
@@ -122,15 +127,19 @@ class Patch(Row):
     forwarded: bool
     remove_when: str
 
-    def covers(self, version: str) -> bool:
-        """Whether the patch is made for this version of its distribution."""
-        return SpecifierSet(self.versions).contains(version, prereleases=True)
+    def covers(self, version: str | None) -> bool:
+        """Whether the patch is made for this version of its distribution; None: it is not there."""
+        return version is not None and SpecifierSet(self.versions).contains(version, prereleases=True)
 
 
 class Setting(Row):
-    """A change of behaviour that needs no patch: one variable of the ladders that name it, with its proof."""
+    """A change of behaviour that needs no patch: one variable of the ladders that name it, with its proof, on the
+    stacks that pin its distribution at one of these versions.
+    """
 
     id: Slug
+    distribution: DistributionName
+    versions: SpecifierText
     name: EnvName
     value: str
     ladders: list[str] = Field(min_length=1)
@@ -138,6 +147,10 @@ class Setting(Row):
     why: str
     upstream: str
     remove_when: str
+
+    def covers(self, version: str | None) -> bool:
+        """Whether it is needed beside this version of its distribution; None: beside none of it."""
+        return version is not None and SpecifierSet(self.versions).contains(version, prereleases=True)
 
 
 class Series(Row):
@@ -149,10 +162,10 @@ class Series(Row):
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Everything under catalog/ and files/patches/, read and cross-checked."""
+    """Everything under catalog/ and files/patches/, read and cross-checked. `ladders`: by stack, then by name."""
 
     stacks: dict[str, Stack]
-    ladders: dict[str, Ladder]
+    ladders: dict[str, dict[str, Ladder]]
     patches: tuple[Patch, ...]
     flags: dict[str, dict[str, Flag]]
     rules: tuple[Rule, ...]
@@ -167,8 +180,11 @@ class Catalogue:
         return tuple(patch for patch in self._active(versions) if patch.covers(versions[patch.distribution]))
 
     def uncovered_for(self, versions: Mapping[str, str]) -> tuple[Patch, ...]:
-        """The active patches of distributions pinned at a version they are not made for: to be fixed upstream."""
-        return tuple(patch for patch in self._active(versions) if not patch.covers(versions[patch.distribution]))
+        """The active patches of distributions pinned at a version that no entry of the same id is made for: to be fixed
+        upstream. One entry for each id.
+        """
+        made = {patch.id for patch in self.patches_for(versions)}
+        return tuple({patch.id: patch for patch in self._active(versions) if patch.id not in made}.values())
 
     def _active(self, versions: Mapping[str, str]) -> list[Patch]:
         return [patch for patch in self.patches if patch.status == "active" and patch.distribution in versions]
@@ -188,7 +204,6 @@ def load_catalogue(catalog: Path = CATALOG, patches: Path = PATCHES) -> Catalogu
             raise InputErrors([origin.error(("name",), f'is "{stack.name}", but the file is named {path.name}')])
         stacks[stack.name] = stack
     series, in_series = load_yaml(patches / "series.yaml", Series)
-    written, in_tiers = load_yaml(catalog / "tiers.yaml", Tiers)
     rules, in_rules = load_yaml(catalog / "rules.yaml", Rules)
     signatures, in_signatures = load_yaml(catalog / "signatures.yaml", Signatures)
     acceptance, in_acceptance = load_yaml(catalog / "acceptance.yaml", Acceptance)
@@ -196,13 +211,25 @@ def load_catalogue(catalog: Path = CATALOG, patches: Path = PATCHES) -> Catalogu
     system, in_system = load_yaml(catalog / "system.yaml", SystemRows)
     flags = {name: load_flags(flags_path(stack)) for name, stack in stacks.items()}
     engines = {name: f"{stack.engine}=={stack.engine_version}" for name, stack in stacks.items()}
-    ladders, errors = resolve(written, in_tiers)
     patch_ids = {patch.id for patch in series.patches}
-    errors += _series_errors(series, in_series, ladders)
-    errors += rule_errors(rules.rules, in_rules, engines, flags)
-    errors += ladder_errors(ladders, in_tiers, flags, patch_ids)
+    errors = rule_errors(rules.rules, in_rules, engines, flags)
+    ladders: dict[str, dict[str, Ladder]] = {}
+    places: dict[str, Origin] = {}
+    for name in stacks:
+        written, places[name] = load_yaml(catalog / "tiers" / f"{name}.yaml", Tiers)
+        ladders[name], wrong = resolve(written, places[name])
+        errors += [*wrong, *ladder_errors(ladders[name], places[name], flags[name], patch_ids)]
+    for path in sorted((catalog / "tiers").glob("*.yaml")):
+        if path.stem not in stacks:
+            errors.append(
+                InputError(
+                    Place(shown(path)), "file", f'there is no stack "{path.stem}"', hint=nearest(path.stem, stacks)
+                )
+            )
     if not errors:  # a rule is judged over arguments that are right by themselves
-        errors += broken_rules(ladders, in_tiers, rules.rules, engines)
+        for name in stacks:
+            errors += broken_rules(ladders[name], places[name], rules.rules, engines[name])
+    errors += _series_errors(series, in_series, stacks, ladders)
     settings = {setting.id for setting in series.settings}
     errors += acceptance_errors(acceptance, in_acceptance)
     errors += row_errors(system, in_system)
@@ -224,39 +251,81 @@ def load_catalogue(catalog: Path = CATALOG, patches: Path = PATCHES) -> Catalogu
     )
 
 
-def _series_errors(series: Series, origin: Origin, ladders: Mapping[str, Ladder]) -> list[InputError]:
-    errors, seen = [], set()
-    heads: dict[str, Patch] = {}
+def _series_errors(
+    series: Series, origin: Origin, stacks: Mapping[str, Stack], ladders: Mapping[str, Mapping[str, Ladder]]
+) -> list[InputError]:
+    errors = []
     folder = origin.path.parent
     for index, patch in enumerate(series.patches):
         loc: Loc = ("patches", index)
-        if patch.id in seen:
-            errors.append(origin.error((*loc, "id"), f'"{patch.id}" is used twice'))
-        seen.add(patch.id)
-        for key in ("diff", "probe"):
+        for key in ("diff", "probe", *(["fixed_probe"] if patch.fixed_probe else [])):
             if not (folder / getattr(patch, key)).is_file():
                 errors.append(origin.error((*loc, key), f"{getattr(patch, key)} is not in {shown(folder)}"))
         if patch.status == "rejected" and not patch.evidence:
             errors.append(origin.error((*loc, "evidence"), "is missing: a rejected patch is kept for its evidence"))
-        before = heads.get(patch.file)
-        if patch.status == "active" and before and patch.pre_sha256 != before.post_sha256:
-            problem = f"is not the post-image of {before.id}, the patch before it on {patch.file}"
-            errors.append(origin.error((*loc, "pre_sha256"), problem))
-        if patch.status == "active":
-            heads[patch.file] = patch
+    pins = {(stack.name, python): _pins(stack, python) for stack in stacks.values() for python in stack.pythons}
+    said: set[tuple[int, str]] = set()  # a stack's locks for several Pythons mostly agree
+    for (stack, _), versions in pins.items():
+        for at, problem in _chain_errors(series.patches, versions):
+            if (at[0], problem) not in said:
+                said.add((at[0], problem))
+                errors.append(origin.error(("patches", *at), f"{problem} (stack {stack})"))
     for index, setting in enumerate(series.settings):
-        at: Loc = ("settings", index)
-        if not (folder / setting.probe).is_file():
-            errors.append(origin.error((*at, "probe"), f"{setting.probe} is not in {shown(folder)}"))
-        for ladder in setting.ladders:
-            if ladder not in ladders:
-                problem = f'there is no ladder "{ladder}"'
-                errors.append(origin.error((*at, "ladders"), problem, nearest(ladder, ladders)))
-            elif ladders[ladder].env.get(setting.name) != setting.value:
-                problem = f"ladder {ladder} does not set {setting.name}={setting.value} in its env"
-                errors.append(origin.error((*at, "value"), problem))
-            for tier in ladders[ladder].tiers if ladder in ladders else ():
-                if setting.name in (*tier.env, *tier.without):
-                    problem = f"tier {tier.name} of ladder {ladder} changes it, which no proof would see"
-                    errors.append(origin.error((*at, "name"), problem, "leave it to the ladder's env"))
+        errors += _setting_errors(setting, origin, index, pins, ladders)
+    return errors
+
+
+def _pins(stack: Stack, python: str) -> dict[str, str]:
+    return read_lock(lock_path(stack, python)).versions
+
+
+def _chain_errors(patches: list[Patch], versions: Mapping[str, str]) -> list[tuple[tuple[int, str], str]]:
+    """What is wrong with the series on these versions, each with its entry's index and key: two entries of one id that
+    both apply, or an active one that does not begin where the one before it on the same file ends.
+    """
+    errors, heads, ids = [], dict[str, Patch](), set[str]()
+    for index, patch in enumerate(patches):
+        version = versions.get(patch.distribution)
+        if not patch.covers(version):
+            continue
+        if patch.id in ids:
+            errors.append(((index, "id"), f'"{patch.id}" is used twice for {patch.distribution} {version}'))
+        ids.add(patch.id)
+        if patch.status != "active":
+            continue
+        before = heads.get(patch.file)
+        if before and patch.pre_sha256 != before.post_sha256:
+            problem = f"is not the post-image of {before.id}, the patch before it on {patch.file}"
+            errors.append(((index, "pre_sha256"), problem))
+        heads[patch.file] = patch
+    return errors
+
+
+def _setting_errors(
+    setting: Setting,
+    origin: Origin,
+    index: int,
+    pins: Mapping[tuple[str, str], Mapping[str, str]],
+    ladders: Mapping[str, Mapping[str, Ladder]],
+) -> list[InputError]:
+    at: Loc = ("settings", index)
+    errors, folder = [], origin.path.parent
+    if not (folder / setting.probe).is_file():
+        errors.append(origin.error((*at, "probe"), f"{setting.probe} is not in {shown(folder)}"))
+    names = {name for of_stack in ladders.values() for name in of_stack}
+    for name in setting.ladders:
+        if name not in names:
+            errors.append(origin.error((*at, "ladders"), f'there is no ladder "{name}"', nearest(name, names)))
+    needing = {stack for (stack, _), versions in pins.items() if setting.covers(versions.get(setting.distribution))}
+    for stack, name in product(sorted(needing), setting.ladders):
+        ladder = ladders[stack].get(name)
+        if ladder is None:
+            continue
+        if ladder.env.get(setting.name) != setting.value:
+            problem = f"ladder {name} of stack {stack} does not set {setting.name}={setting.value} in its env"
+            errors.append(origin.error((*at, "value"), problem))
+        for tier in ladder.tiers:
+            if setting.name in (*tier.env, *tier.without):
+                problem = f"tier {tier.name} of ladder {name} of stack {stack} changes it, which no proof would see"
+                errors.append(origin.error((*at, "name"), problem, "leave it to the ladder's env"))
     return errors

@@ -62,7 +62,7 @@ MENDS = {
     PROBE: "a deploy probes it again",
     MODEL: "a deploy makes or fetches it",
     CONFIG: "a deploy reads it again",
-    LAUNCHERS: "a deploy writes it anew; what should stay goes into catalog/tiers.yaml or group_data",
+    LAUNCHERS: "a deploy writes it anew; what should stay goes into catalog/tiers/ or group_data",
     CONFIGURE: "a deploy writes it anew; what should stay goes into group_data or files/templates",
     SERVER: "a deploy sees to it",
     PRUNE: "a deploy removes it",

@@ -1,4 +1,4 @@
-"""What a benchmark run says about its tier, proposed as a change of catalog/tiers.yaml."""
+"""What a benchmark run says about its tier, proposed as a change of the tiers file of the stack it ran on."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def proposal(
     records: Sequence[Record],
     rules: Comparison,
     status: str | None,
-    path: Path = CATALOG / "tiers.yaml",
+    catalog: Path = CATALOG,
 ) -> str:
-    """A unified diff that adds `record` to its tier's evidence and sets the status: the given one; else `works` where
-    it is the reference tier itself, or found as fast or faster; `rejected` where it is slower or answers differently;
-    where nobody can tell, the status it has, or `open` where that is `blocked`.
+    """A unified diff that adds `record` to its tier's evidence, in the file of the stack it ran on, and sets the
+    status: the given one; else `works` where it is the reference tier itself, or found as fast or faster; `rejected`
+    where it is slower or answers differently; where nobody can tell, the status it has, or `open` where that is
+    `blocked`.
 
     Raises GpuwrightError where the run is no evidence for that, or is there already, or the ladder has no such tier.
     """
@@ -59,6 +60,10 @@ def proposal(
             elif found.why:
                 what += f": {found.why[0]}"
             settled = settled or _SETTLED.get(found.verdict)
+    path = catalog / "tiers" / f"{record.stack}.yaml"
+    if not path.is_file():
+        stacks = [each.stem for each in path.parent.glob("*.yaml")]
+        raise GpuwrightError(f'there is no stack "{record.stack}" any more; {nearest(record.stack, stacks)}')
     written = path.read_text(encoding="utf-8")
     changed = _changed(written, path, record, settled, what)
     name = shown(path)

@@ -1,4 +1,4 @@
-"""The ladders of catalog/tiers.yaml: their models, how a tier that extends others becomes whole, what is wrong."""
+"""The ladders of catalog/tiers/: their models, how a tier that extends others becomes whole, what is wrong."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ class Ladder(Row):
     """
 
     about: str
-    stack: str
     tp: int = Field(ge=1)
     nodes: int = Field(default=1, ge=1)
     model_type: str
@@ -109,7 +108,7 @@ class Ladder(Row):
 
 
 class Tiers(Row):
-    """catalog/tiers.yaml."""
+    """catalog/tiers/<stack>.yaml: the ladders of one stack."""
 
     ladders: dict[Slug, Ladder]
 
@@ -260,21 +259,16 @@ COMPILER_FLAGS = (
 
 
 def ladder_errors(
-    ladders: Mapping[str, Ladder], origin: Origin, flags: Mapping[str, Mapping[str, Flag]], patches: set[str]
+    ladders: Mapping[str, Ladder], origin: Origin, flags: Mapping[str, Flag], patches: set[str]
 ) -> list[InputError]:
-    """What is wrong with the ladders, by each value itself: names, flags, choices, patches, evidence."""
+    """What is wrong with a stack's ladders, by each value itself: names, flags, choices, patches, evidence."""
     errors = []
     for name, ladder in ladders.items():
         loc: Loc = ("ladders", name)
-        if ladder.stack not in flags:
-            problem = f'there is no stack "{ladder.stack}"'
-            errors.append(origin.error((*loc, "stack"), problem, nearest(ladder.stack, flags)))
-            continue
         if ladder.tp % ladder.nodes:
             problem = f"{ladder.tp} GPUs cannot be shared equally by {ladder.nodes} nodes"
             errors.append(origin.error((*loc, "tp"), problem))
-        known = dict(flags[ladder.stack])
-        errors += _arg_errors(origin, (*loc, "args"), known, ladder.args)
+        errors += _arg_errors(origin, (*loc, "args"), flags, ladder.args)
         errors += _env_errors(origin, (*loc, "env"), ladder.env)
         names: set[str] = set()
         for index, tier in enumerate(ladder.tiers):
@@ -282,12 +276,12 @@ def ladder_errors(
             if tier.name in names:
                 errors.append(origin.error((*at, "name"), f'"{tier.name}" is used twice in this ladder'))
             names.add(tier.name)
-            errors += _tier_errors(origin, at, ladder, tier, known, patches)
+            errors += _tier_errors(origin, at, ladder, tier, flags, patches)
     return errors
 
 
 def _tier_errors(
-    origin: Origin, at: Loc, ladder: Ladder, tier: Tier, flags: dict[str, Flag], patches: set[str]
+    origin: Origin, at: Loc, ladder: Ladder, tier: Tier, flags: Mapping[str, Flag], patches: set[str]
 ) -> list[InputError]:
     errors = _arg_errors(origin, (*at, "args"), flags, tier.args)
     errors += _env_errors(origin, (*at, "env"), tier.env)
@@ -308,7 +302,7 @@ def _tier_errors(
     return errors
 
 
-def _arg_errors(origin: Origin, loc: Loc, flags: dict[str, Flag], args: Mapping[str, ArgValue]) -> list[InputError]:
+def _arg_errors(origin: Origin, loc: Loc, flags: Mapping[str, Flag], args: Mapping[str, ArgValue]) -> list[InputError]:
     errors = []
     for name, value in args.items():
         if name in RESERVED_ARGS:

@@ -127,9 +127,11 @@ def patched_files(spec: NodeSpec, manifest: dict[str, dict[str, str]]) -> list[P
     for path in paths:
         chain = tuple(chains.get(path, ()))
         ours = [patch for patch in spec.series if patch.file == path]
+        # What the stack's version of it is: the manifest may still tell of the version before.
+        fitting = chain or tuple(patch for patch in ours if patch.covers(spec.lock.versions.get(patch.distribution)))
         before = manifest.get(path, {})
-        pristine = chain[0].pre_sha256 if chain else before.get("pristine") or ours[0].pre_sha256
-        distribution = chain[0].distribution if chain else before.get("distribution") or ours[0].distribution
+        pristine = fitting[0].pre_sha256 if fitting else before.get("pristine") or ours[0].pre_sha256
+        distribution = fitting[0].distribution if fitting else before.get("distribution") or ours[0].distribution
         known = {sha for patch in ours for sha in (patch.post_sha256, *patch.superseded)} | {before.get("post", "")}
         files.append(PatchedFile(path, distribution, pristine, chain, frozenset(known - {"", pristine})))
     return files

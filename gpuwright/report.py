@@ -95,6 +95,7 @@ class Ladder:
     """A ladder's tiers, what is known of each, and its latest run on every host."""
 
     name: str
+    stack: str
     about: str
     hosts: list[str]
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -147,15 +148,15 @@ def counted(record: Record) -> list[LevelRecord]:
 
 def _ladders(records: Sequence[Record], catalogue: Catalogue) -> list[Ladder]:
     found = []
-    for name in dict.fromkeys(record.ladder for record in records):
-        ladder = catalogue.ladders.get(name)
+    for stack, name in dict.fromkeys((record.stack, record.ladder) for record in records):
+        ladder = catalogue.ladders.get(stack, {}).get(name)
         if ladder is None:
             continue
-        runs = [record for record in records if record.ladder == name]
+        runs = [record for record in records if (record.stack, record.ladder) == (stack, name)]
         hosts = list(dict.fromkeys(record.inventory_host for record in runs))
-        told = Ladder(name, ladder.about, hosts)
+        told = Ladder(name, stack, ladder.about, hosts)
         for tier in ladder.tiers:
-            known = standing_of(catalogue, ladder, tier)
+            known = standing_of(catalogue, stack, tier)
             runs_of = [latest(r for r in runs if r.tier == tier.name and r.inventory_host == host) for host in hosts]
             told.rows.append(
                 {"tier": tier, "known": known, "latest": [_outcome(r, records, catalogue) for r in runs_of]}

@@ -109,21 +109,19 @@ def _written(rule: Rule, at: Loc, origin: Origin) -> Loc:
     return at
 
 
-def broken_rules(
-    ladders: Mapping[str, Ladder], origin: Origin, rules: list[Rule], engines: Mapping[str, str]
-) -> list[InputError]:
-    """Every rule that a tier breaks, and every waiver of a rule that is not there."""
+def broken_rules(ladders: Mapping[str, Ladder], origin: Origin, rules: list[Rule], engine: str) -> list[InputError]:
+    """Every rule that a tier breaks, and every waiver of a rule that is not there. `engine`: "sglang==0.5.9"."""
     errors, ids = [], {rule.id for rule in rules}
     for name, ladder in ladders.items():
         loc: Loc = ("ladders", name)
         said: set[tuple[str, Loc]] = set()  # what the ladder's own arguments break is said once, at its first tier
         base = Tier(name="ladder", rank="", about="")
-        common = {rule.id for rule in broken(rules, ladder, base, engines[ladder.stack])}
+        common = {rule.id for rule in broken(rules, ladder, base, engine)}
         waived: list[tuple[Loc, str]] = [((*loc, "waive", rule), rule) for rule in ladder.waive]
         for index, tier in enumerate(ladder.tiers):
             at: Loc = (*loc, "tiers", index)
             waived += [((*at, "waive", rule), rule) for rule in tier.waive]
-            for rule in broken(rules, ladder, tier, engines[ladder.stack]):
+            for rule in broken(rules, ladder, tier, engine):
                 where = _written(rule, at, origin)
                 place = (rule.id, loc if rule.id in common and where == at else where)
                 if place not in said:

@@ -93,41 +93,47 @@ def check(catalogue: Catalogue, wheels: Wheels, *, offline: bool) -> list[Checke
     for patch in catalogue.patches:
         versions = wheels.pinned(patch.distribution)
         stacks = {
-            stack: f"pinned {version}: "
-            + (
-                "not applied"
-                if patch.status != "active"
-                else "applied"
-                if patch.covers(version)
-                else "to be fixed upstream"
-            )
+            stack: f"pinned {version}: {_said_of(patch, catalogue, stack, version)}"
             for stack, version in versions.items()
         }
+        covered = {stack: version for stack, version in versions.items() if patch.covers(version)}
         tiers = [
             f"{name}/{tier.name}"
-            for name, ladder in catalogue.ladders.items()
+            for stack in covered
+            for name, ladder in catalogue.ladders[stack].items()
             for tier in ladder.tiers
             if patch.id in tier.needs.patches
         ]
-        version = next((version for version in versions.values() if patch.covers(version)), None)
         if offline:
             wheel, problem = "not checked (--offline)", False
-        elif version is None:
+        elif not covered:
             wheel, problem = "no stack pins a version it is made for", False
-        else:
-            wheel, problem = _recompute(patch, catalogue, wheels.read(patch.distribution, version, patch.file))
+        else:  # one range may cover several pinned versions, as long as the file is the same in all
+            answers = [_recompute(patch, catalogue, wheels, version) for version in dict.fromkeys(covered.values())]
+            wheel, problem = next((answer for answer in answers if answer[1]), answers[0])
         found.append(Checked(patch, stacks, tiers, wheel, problem))
     return found
 
 
-def _recompute(patch: Patch, catalogue: Catalogue, pristine: bytes) -> tuple[str, bool]:
+def _said_of(patch: Patch, catalogue: Catalogue, stack: str, version: str) -> str:
+    if patch.status != "active":
+        return "not applied"
+    if patch.covers(version):
+        return "applied"
+    versions = _newest_lock(catalogue.stacks[stack]).versions
+    other = next((each for each in catalogue.patches_for(versions) if each.id == patch.id), None)
+    return f"its entry for {other.versions} is applied" if other else "to be fixed upstream"
+
+
+def _recompute(patch: Patch, catalogue: Catalogue, wheels: Wheels, version: str) -> tuple[str, bool]:
     """Take the wheel's file through the active patches before this one, then through this one."""
-    content = pristine
+    content = wheels.read(patch.distribution, version, patch.file)
     try:
         for each in catalogue.patches:
             if each is patch:
                 break
-            if each.status == "active" and each.file == patch.file and sha256(content) != patch.pre_sha256:
+            before = each.status == "active" and each.file == patch.file and each.covers(version)
+            if before and sha256(content) != patch.pre_sha256:
                 content = exact_applier()(content, read_diff(each).encode())
         if sha256(content) != patch.pre_sha256:
             return f"pre-image is {sha256(content)}, not {patch.pre_sha256}", True
@@ -158,14 +164,13 @@ def listing(rows: list[Checked]) -> str:
     return "\n\n".join(blocks)
 
 
-def find(catalogue: Catalogue, name: str) -> Patch:
-    """The patch of that id. Raises GpuwrightError with the nearest name."""
-    for patch in catalogue.patches:
-        if patch.id == name:
-            return patch
-    raise GpuwrightError(
-        f'there is no patch "{name}" in the series; {nearest(name, [p.id for p in catalogue.patches])}'
-    )
+def find(catalogue: Catalogue, name: str) -> list[Patch]:
+    """The entries of that id. Raises GpuwrightError with the nearest name."""
+    found = [patch for patch in catalogue.patches if patch.id == name]
+    if not found:
+        names = {patch.id for patch in catalogue.patches}
+        raise GpuwrightError(f'there is no patch "{name}" in the series; {nearest(name, names)}')
+    return found
 
 
 def waiver(patch: Patch) -> str:
@@ -212,20 +217,20 @@ class NewPatch:
     why: str
     upstream: str
     remove_when: str
+    stack: str | None = None
 
 
 def make(new: NewPatch, catalogue: Catalogue, wheels: Wheels, folder: Path = PATCHES) -> list[Path]:
     """Write the diff, a probe to be filled in, and the entry in series.yaml. Returns the files written.
 
-    The base is the pinned wheel's file with the active patches on it applied, so that patches on one file chain. Raises
-    GpuwrightError when the id is taken, nothing was edited, or the result would not read back.
+    The base is the pinned wheel's file with the active patches on it applied, so that patches on one file chain. An id
+    may be used again for a version that none of its entries is made for, and shares their probe. Raises GpuwrightError
+    when the id is taken, nothing was edited, or the result would not read back.
     """
-    if any(patch.id == new.id for patch in catalogue.patches):
+    version = _version_for(new, wheels)
+    same = [patch for patch in catalogue.patches if patch.id == new.id]
+    if any(patch.covers(version) for patch in same):
         raise GpuwrightError(f'"{new.id}" is taken: choose another --id')
-    versions = sorted(set(wheels.pinned(new.distribution).values()))
-    if not versions:
-        raise GpuwrightError(f"no stack pins {new.distribution}")
-    version = versions[-1]
     base = wheels.read(new.distribution, version, new.file)
     for patch in catalogue.patches:
         if patch.status == "active" and patch.file == new.file and patch.covers(version):
@@ -242,10 +247,10 @@ def make(new: NewPatch, catalogue: Catalogue, wheels: Wheels, folder: Path = PAT
         "distribution": new.distribution,
         "versions": f"=={version}",
         "file": new.file,
-        "diff": f"{new.id}.diff",
+        "diff": f"{new.id}-{version}.diff" if same else f"{new.id}.diff",
         "pre_sha256": sha256(base),
         "post_sha256": sha256(edited),
-        "probe": f"{new.id}.probe.py",
+        "probe": same[0].probe if same else f"{new.id}.probe.py",
         "why": new.why,
         "upstream": new.upstream,
         "forwarded": False,
@@ -253,18 +258,33 @@ def make(new: NewPatch, catalogue: Catalogue, wheels: Wheels, folder: Path = PAT
     }
     series = folder / "series.yaml"
     before = series.read_text(encoding="utf-8")
-    written = [folder / f"{new.id}.diff", folder / f"{new.id}.probe.py", series]
-    written[0].write_text(diff, encoding="utf-8")
-    written[1].write_text(PROBE.format(id=new.id), encoding="utf-8")
+    texts = {folder / str(entry["diff"]): diff}
+    if not same:
+        texts[folder / str(entry["probe"])] = PROBE.format(id=new.id)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
     series.write_text(_with_entry(before, entry), encoding="utf-8")
     try:
         load_catalogue(patches=folder)
     except GpuwrightError:
         series.write_text(before, encoding="utf-8")
-        for path in written[:2]:
+        for path in texts:
             path.unlink()
         raise
-    return written
+    return [*texts, series]
+
+
+def _version_for(new: NewPatch, wheels: Wheels) -> str:
+    pinned = wheels.pinned(new.distribution)
+    if not pinned:
+        raise GpuwrightError(f"no stack pins {new.distribution}")
+    if new.stack is not None and new.stack not in pinned:
+        raise GpuwrightError(f'no stack "{new.stack}" pins {new.distribution}; {nearest(new.stack, pinned)}')
+    versions = {pinned[new.stack]} if new.stack else set(pinned.values())
+    if len(versions) > 1:
+        told = ", ".join(f"{version} by {stack}" for stack, version in pinned.items())
+        raise GpuwrightError(f"{new.distribution} is pinned at {told}: say for which, with --stack")
+    return versions.pop()
 
 
 PROBE = '''"""Passes when {id} does what it is for; run in the venv, it must fail on the file without the patch."""

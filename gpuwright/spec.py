@@ -549,7 +549,10 @@ class NodeSpec:
         for patch in self.patches:
             proofs += [_proof(f"{patch.id}: {assumed.text}", assumed.code) for assumed in patch.assumptions]
         proofs += [_proof(setting.id, _probe(setting.probe)) for setting in self.settings]
-        return proofs + [_proof(f"{patch.id} is fixed upstream", _probe(patch.probe)) for patch in self.uncovered]
+        return proofs + [
+            _proof(f"{patch.id} is fixed upstream", _probe(patch.fixed_probe or patch.probe))
+            for patch in self.uncovered
+        ]
 
     @property
     def config_proofs(self) -> list[dict[str, Any]]:
@@ -616,7 +619,8 @@ def build_spec(
         return among[name]
 
     stack: Stack = pick("stack", values.stack, catalogue.stacks, "there is no stack")
-    ladder: Ladder = pick("ladder", values.ladder, catalogue.ladders, "there is no ladder")
+    among = catalogue.ladders[stack.name]
+    ladder: Ladder = pick("ladder", values.ladder, among, f"stack {stack.name} has no ladder")
     tiers = {tier.name: tier for tier in ladder.tiers}
     tier: Tier = pick("tier", values.tier, tiers, f"ladder {values.ladder} has no tier")
     pick("profile", values.profile, values.profiles, "there is no profile")
@@ -624,13 +628,8 @@ def build_spec(
         pick("gate", values.gate, {"off": None, **tiers}, f"ladder {values.ladder} has no tier")
         if values.smoke == "never" or "smoke" not in values.stages:
             raise wrong("gate", "a gate judges the benchmark, which this run leaves out", "leave out `gate`")
-    if ladder.stack != stack.name:
-        raise wrong("ladder", f'ladder "{values.ladder}" is written for stack "{ladder.stack}", not "{stack.name}"')
     if values.adopt and (values.interpreter or values.python_download):
         raise wrong("adopt", "names the interpreter, as `interpreter` or `python_download` does: leave that out")
-    for name in values.adopt.versions if values.adopt else ():
-        if name not in read_lock(lock_path(stack, values.python)).versions:
-            raise wrong("adopt", f'versions: "{name}" is not a distribution of stack {stack.name}')
     if values.python not in stack.pythons:
         hint = f"{stack.name} is locked for Python " + ", ".join(stack.pythons)
         raise wrong("python", f'Python "{values.python}" has no lock', hint)
@@ -647,6 +646,9 @@ def build_spec(
         raise wrong("serve", f"stack {stack.name} has sources alone, which serve nothing", "set `serve = False`")
     _check_machine(values, ladder, catalogue, wrong)
     lock = read_lock(lock_path(stack, values.python))
+    for name in values.adopt.versions if values.adopt else ():
+        if name not in lock.versions:
+            raise wrong("adopt", f'versions: "{name}" is not a distribution of stack {stack.name}')
     wanted = values.patches == "series"
     patches = catalogue.patches_for(lock.versions) if wanted else ()
     uncovered = catalogue.uncovered_for(lock.versions) if wanted else ()
@@ -677,7 +679,11 @@ def build_spec(
         system=declared(catalogue.system, values.system),
         uncovered=uncovered,
         series=catalogue.patches,
-        settings=tuple(setting for setting in catalogue.settings if values.ladder in setting.ladders),
+        settings=tuple(
+            setting
+            for setting in catalogue.settings
+            if values.ladder in setting.ladders and setting.covers(lock.versions.get(setting.distribution))
+        ),
         members=members,
     )
     found = spec.standing(tier)

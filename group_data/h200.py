@@ -1,4 +1,4 @@
-"""One H200 on which someone else keeps torch, and no package index: the interpreter is adopted, the rest is carried in."""
+"""One or two H200, torch kept by someone else, no package index: the interpreter is adopted, the rest carried in."""
 
 import os
 

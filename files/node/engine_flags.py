@@ -104,7 +104,8 @@ def _flags_of(call, scope, fields):
     keywords = {k.arg: k.value for k in call.keywords if k.arg}
     action = ast.unparse(keywords["action"]).strip("'\"") if "action" in keywords else "store"
     kind = ast.unparse(keywords["type"]) if "type" in keywords else "str"
-    kind = {"json.loads": "json", "json_list_type": "json"}.get(kind, kind)
+    # SGLang 0.5.12 takes 20k for 20000 too; a number is what rules can count with.
+    kind = {"json.loads": "json", "json_list_type": "json", "human_readable_int": "int"}.get(kind, kind)
     allowed = scope.value(keywords["choices"]) if "choices" in keywords else None
     right = next((name for name in names if name.replace("-", "_") in fields), names[0] if names else "")
     return [

@@ -17,15 +17,18 @@ from gpuwright.record import Record
 from tests.make import bench_spec, catalogue, gpu_spec, record
 
 RULES = catalogue().acceptance.comparison
-WRITTEN = (CATALOG / "tiers.yaml").read_text()
+STACK = "sglang-0.5.9-cu128"
+TIERS = f"tiers/{STACK}.yaml"
+WRITTEN = (CATALOG / TIERS).read_text()
 
 
 def applied(tmp_path: Path, run: Record, records: list[Record], status: str | None = None) -> str:
-    """tiers.yaml after `git apply` of the proposal."""
+    """Its stack's tiers file after `git apply` of the proposal."""
     diff = proposal(run, records, RULES, status)
-    target = tmp_path / "catalog" / "tiers.yaml"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(WRITTEN)
+    name = f"tiers/{run.stack}.yaml"
+    target = tmp_path / "catalog" / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text((CATALOG / name).read_text())
     subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)
     return target.read_text()
 
@@ -57,11 +60,14 @@ def test_the_catalogue_reads_the_evidence_and_the_tier_stands(tmp_path: Path) ->
     spec = bench_spec(tier="no-radix")
     text = applied(tmp_path, record(spec, run="r-other"), [record(bench_spec(), run="r-base")])
     for path in CATALOG.iterdir():
-        if path.name != "tiers.yaml":
+        if path.name != "tiers":
             (tmp_path / "catalog" / path.name).symlink_to(path)
+    for path in (CATALOG / "tiers").iterdir():
+        if path.stem != STACK:
+            (tmp_path / "catalog" / "tiers" / path.name).symlink_to(path)
     read = load_catalogue(tmp_path / "catalog")
-    found = next(t for t in read.ladders["lab-cpu"].tiers if t.name == "no-radix")
-    assert (tmp_path / "catalog" / "tiers.yaml").read_text() == text
+    found = next(t for t in read.ladders[STACK]["lab-cpu"].tiers if t.name == "no-radix")
+    assert (tmp_path / "catalog" / TIERS).read_text() == text
     assert standing(found, spec.lock.versions, spec.patch_set_digest).status == "works"
     assert standing(found, {**spec.lock.versions, "torch": "9"}, spec.patch_set_digest).status == "open"
 
@@ -115,27 +121,36 @@ def test_a_queue_is_told_and_a_layout_that_cannot_be_added_to_is_left_alone(tmp_
     run = record(bench_spec(tier="no-radix"), run="r-other", max_running_requests=7)
     found = tier(applied(tmp_path, run, []), "lab-cpu", "no-radix")
     assert "output tok/s 201 at 2, 800 at 8 (queued)" in found["evidence"][0]["what"]
-    path = tmp_path / "tiers.yaml"
+    path = tmp_path / TIERS
+    path.parent.mkdir(exist_ok=True)
     old = "        args: {disable-radix-cache: true}\n"
     path.write_text(WRITTEN.replace(old, old + "        evidence: []\n"))
     with pytest.raises(GpuwrightError, match="laid out in a way that cannot be added to; by hand:"):
-        proposal(run, [], RULES, None, path)
+        proposal(run, [], RULES, None, tmp_path)
     path.write_text(WRITTEN.replace(old, old + "        status: open  # a comment\n"))
-    assert "+        status: works  # a comment\n" in proposal(run, [record(bench_spec(), run="b")], RULES, None, path)
+    assert "+        status: works  # a comment\n" in proposal(
+        run, [record(bench_spec(), run="b")], RULES, None, tmp_path
+    )
 
 
 def test_a_tier_that_serves_is_not_blocked_and_no_run_is_evidence_twice(tmp_path: Path) -> None:
     run = record(bench_spec(tier="no-radix"), run="r-other")
     with pytest.raises(GpuwrightError, match="is accepted: a tier that serves is not blocked"):
         proposal(run, [], RULES, "blocked")
-    path = tmp_path / "tiers.yaml"
+    path = tmp_path / TIERS
+    path.parent.mkdir(exist_ok=True)
     path.write_text(applied(tmp_path, run, []))
     with pytest.raises(GpuwrightError, match="r-other is evidence of tier no-radix already"):
-        proposal(run, [], RULES, None, path)
+        proposal(run, [], RULES, None, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("update", "said"), [({"tier": "x"}, 'no tier "x" any more'), ({"ladder": "y"}, 'no ladder "y"')]
+    ("update", "said"),
+    [
+        ({"tier": "x"}, 'no tier "x" any more'),
+        ({"ladder": "y"}, 'no ladder "y"'),
+        ({"stack": "sglang-0.5.8"}, 'no stack "sglang-0.5.8" any more'),
+    ],
 )
 def test_a_tier_that_is_gone(update: dict[str, str], said: str) -> None:
     run = record(bench_spec(tier="no-radix"), run="r").model_copy(update=update)
@@ -146,7 +161,8 @@ def test_a_tier_that_is_gone(update: dict[str, str], said: str) -> None:
 def test_every_tier_of_the_catalogue_can_be_added_to(tmp_path: Path) -> None:
     """Whatever its layout: the last of the file, one with comments, one with evidence, a ladder with an anchor."""
     run = record(bench_spec(), run="r")
-    for name, ladder in catalogue().ladders.items():
-        for each in ladder.tiers:
-            text = applied(tmp_path, run.model_copy(update={"ladder": name, "tier": each.name}), [])
+    for stack, ladders in catalogue().ladders.items():
+        for name, each in ((name, each) for name, ladder in ladders.items() for each in ladder.tiers):
+            own = run.model_copy(update={"stack": stack, "ladder": name, "tier": each.name})
+            text = applied(tmp_path, own, [])
             assert tier(text, name, each.name)["evidence"][-1]["result"] == "results/local/r.json"

@@ -37,6 +37,7 @@ class ServerArgs:
         parser.add_argument("--sizes", type=int, nargs="+")
         parser.add_argument("--config", type=json.loads)
         parser.add_argument("--more", choices=MORE)
+        parser.add_argument("--tokens", type=human_readable_int)
         parser.add_argument("--parser", choices=list(Parsers.Map.keys()))
         parser.add_argument("--expert-size", "--ep-size", "--ep", type=int)
         parser.add_argument("--old", action=DeprecatedAction)
@@ -71,6 +72,7 @@ def test_definitions_are_read_by_every_name(package: Path) -> None:
         "parser": Flag("parser", choices=("one", "two")),
         "size": Flag("size", type="int"),
         "sizes": Flag("sizes", type="int", many=True),
+        "tokens": Flag("tokens", type="int"),
     }
 
 

@@ -29,7 +29,8 @@ def edited(tmp_path: Path, file: str, old: str, new: str) -> str:
     return str(caught.value)
 
 
-TIERS, SERIES, STACK = "catalog/tiers.yaml", "patches/series.yaml", "catalog/stacks/sglang-0.5.9-cu128.yaml"
+TIERS, STACK = "catalog/tiers/sglang-0.5.9-cu128.yaml", "catalog/stacks/sglang-0.5.9-cu128.yaml"
+SERIES = "patches/series.yaml"
 RULES, SIGNATURES = "catalog/rules.yaml", "catalog/signatures.yaml"
 
 
@@ -66,7 +67,6 @@ RULES, SIGNATURES = "catalog/rules.yaml", "catalog/signatures.yaml"
         (SERIES, "distribution: flashinfer-python", "distribution: flashinfer_python", "write flashinfer-python"),
         (TIERS, "rank:", "rnak:", 'rnak: there is no such key\n    did you mean "rank"?'),
         (TIERS, "name: fp4-cudnn", "name: baseline", '"baseline" is used twice in this ladder'),
-        (TIERS, "stack: sglang-0.5.9-cu128", "stack: sglang-0.5.8", 'there is no stack "sglang-0.5.8"'),
         (TIERS, "[flashinfer-cuda-version-from-torch,", "[flashinfer,", 'no patch "flashinfer" in the series'),
         (TIERS, "SAFETENSORS_FAST_GPU: \"1\"", "SAFETENSORS_FAST_GPU: 1", "should be text (in quotes"),
         (TIERS, "    tp: 8", "    tp: 8\n    tp: 4", "tp: is written twice in one mapping"),
@@ -82,6 +82,7 @@ RULES, SIGNATURES = "catalog/rules.yaml", "catalog/signatures.yaml"
         (SERIES, "text: torch is built", "txet: torch is built", "assumptions[0].txet: there is no such key"),
         (SERIES, "ladders: [glm5-nvfp4,", "ladders: [glm5,", 'there is no ladder "glm5"'),
         (SERIES, "value: -DCUTLASS", "value: -DUTLASS", "does not set FLASHINFER_EXTRA_CUDAFLAGS=-DUTLASS"),
+        (SERIES, "versions: <0.6.8", "versions: 0.6.8", "is not a version specifier, such as ==0.6.3"),
         (SERIES, "forwarded: false", "forwarded: no thanks", "forwarded: should be true or false"),
     ],
 )  # fmt: skip
@@ -111,11 +112,17 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
 
 def test_an_empty_and_a_missing_file(tmp_path: Path) -> None:
     shutil.copytree(CATALOG, tmp_path / "catalog")
-    (tmp_path / "catalog" / "tiers.yaml").write_text("")
-    with pytest.raises(InputErrors, match=r"tiers\.yaml: file: is empty"):
+    tiers = tmp_path / "catalog" / "tiers" / "sources-only.yaml"
+    text = tiers.read_text()
+    tiers.write_text("")
+    with pytest.raises(InputErrors, match=r"tiers/sources-only\.yaml: file: is empty"):
         load_catalogue(tmp_path / "catalog", PATCHES)
-    (tmp_path / "catalog" / "tiers.yaml").unlink()
-    with pytest.raises(InputErrors, match=r"tiers\.yaml: file: cannot be read: No such file"):
+    tiers.rename(tiers.with_stem("sources-onyl"))
+    with pytest.raises(InputErrors, match=r"tiers/sources-only\.yaml: file: cannot be read: No such file"):
+        load_catalogue(tmp_path / "catalog", PATCHES)
+    tiers.write_text(text)
+    (tiers.with_stem("sources-onyl")).write_text(text)
+    with pytest.raises(InputErrors, match=r'no stack "sources-onyl"\n    did you mean "sources-only"'):
         load_catalogue(tmp_path / "catalog", PATCHES)
 
 
@@ -143,7 +150,7 @@ model = {
         ("port = 31000", "stages = ['runtim']", "group.py:3: stages[0]: should be 'preflight', 'system'"),
         ("port = 31000", "tier = 'basline'", 'ladder lab-cpu has no tier "basline"\n    did you mean "baseline"?'),
         ("port = 31000", "stack = 'sglang'", 'group.py:3: stack: there is no stack "sglang"'),
-        ("port = 31000", "ladder = 'lab'", 'group.py:3: ladder: there is no ladder "lab"\n    did you mean "lab-cpu"?'),
+        ("port = 31000", "ladder = 'lab'", 'cu128 has no ladder "lab"\n    did you mean "lab-cpu"?'),
         ("port = 31000", "python = '3.9'", 'group.py:3: python: Python "3.9" has no lock'),
     ],
 )  # fmt: skip

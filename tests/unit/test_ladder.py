@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from gpuwright.spec import Member, build_spec, digest
 from gpuwright.yamlfile import Origin
 from tests.make import catalogue, gpu_spec, group_data, lab_spec, settled_state
 
-GPU = catalogue().ladders["glm5-nvfp4"]
+STACK = "sglang-0.5.9-cu128"
+GPU = catalogue().ladders[STACK]["glm5-nvfp4"]
 
 
 def ladder(*rows: dict[str, Any], **fields: Any) -> tuple[Ladder, list[str]]:
     """A ladder of these tiers, resolved, and what was wrong with it."""
     rungs = [{"rank": "0", "about": "x", **row} for row in rows]
-    data = {"about": "x", "stack": "s", "tp": 1, "model_type": "m", "tiers": rungs, **fields}
+    data = {"about": "x", "tp": 1, "model_type": "m", "tiers": rungs, **fields}
     ladders, errors = resolve(TiersFile.model_validate({"ladders": {"l": data}}), Origin(REPOSITORY / "x", {}))
     return ladders["l"], [str(error) for error in errors]
 
@@ -152,10 +154,8 @@ def piecewise_blocked_now() -> Any:
     rungs = [
         each.model_copy(update={"evidence": [evidence]}) if each.name == "piecewise" else each for each in GPU.tiers
     ]
-    ladders = catalogue().ladders | {"glm5-nvfp4": GPU.model_copy(update={"tiers": rungs})}
-    from dataclasses import replace
-
-    return replace(catalogue(), ladders=ladders)
+    ladders = catalogue().ladders[STACK] | {"glm5-nvfp4": GPU.model_copy(update={"tiers": rungs})}
+    return replace(catalogue(), ladders=catalogue().ladders | {STACK: ladders})
 
 
 def test_a_blocked_tier_is_not_started_unless_asked_for() -> None:
