@@ -149,7 +149,8 @@ class Reading(Seen):
 
 class NodeState(Seen):
     """Everything one observation says. `deployed`: what the last deploy of each stage declared. `unreadable`: paths
-    that are there and that this user may not read: what is said of them is not known.
+    that are there and that this user may not read: what is said of them is not known. `wheels`: bytes by name of what
+    lies in the folder of wheels, `parts/NAME.part` of what is there in part.
     """
 
     version: Literal[5]
@@ -184,6 +185,7 @@ class NodeState(Seen):
     patched: dict[str, SeenFile | None]
     manifest: dict[str, dict[str, str]]
     originals: list[str]
+    wheels: dict[str, int] = {}
 
     @property
     def readings(self) -> dict[str, Any]:
