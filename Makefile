@@ -1,5 +1,9 @@
 # Two commands do everything: `make lab` and `make test`. `make help` lists the rest.
 PYTHON ?= python3
+ifneq ($(filter 3.%,$(PYTHON)),)  # of `make wheelhouse PYTHON=3.12`, a node's version and no command of this machine
+VERSION := $(PYTHON)
+override PYTHON := python3
+endif
 N ?= 3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := 1
@@ -61,6 +65,10 @@ types: .venv/requirements-dev  ## mypy --strict
 .PHONY: lock
 lock: venv  ## recompile files/locks from catalog/stacks (needs the package index)
 	$(BIN)/python -m gpuwright lock
+
+.PHONY: wheelhouse
+wheelhouse: venv  ## gather the wheels of STACK=… for PYTHON=3.12 in wheelhouse/ (needs the package index)
+	$(BIN)/python -m gpuwright wheelhouse $(STACK) --python $(VERSION) $(if $(TO),--to $(TO)) $(if $(PRUNE),--prune)
 
 .PHONY: flags
 flags: venv  ## read files/flags anew from the engines' pinned wheels (needs the package index)

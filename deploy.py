@@ -27,6 +27,7 @@ if "system" in spec.stages:
     )
 
 if "runtime" in spec.stages:
+    runtime.bring_wheels(name="runtime | bring wheels", spec=spec)
     runtime.install_tools(name="runtime | install uv and supervisor", spec=spec)
     runtime.create_venv(name="runtime | create the venv", spec=spec)
     runtime.adopt(name="runtime | adopt an interpreter", spec=spec)

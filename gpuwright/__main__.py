@@ -19,6 +19,7 @@ from gpuwright.lockfile import LOCKS, TOOLS_LOCK, compile_lock, lock_path
 from gpuwright.plan import examine_node
 from gpuwright.record import RESULTS, SCHEMA, Record, folder_name, read_record, read_records, schema
 from gpuwright.state import read_observation
+from gpuwright.wheelhouse import WHEELHOUSE, gather
 from gpuwright.yamlfile import load_yaml, shown
 
 
@@ -27,6 +28,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m gpuwright", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="read and cross-check the whole catalogue")
+    wheels = commands.add_parser(
+        "wheelhouse",
+        help="gather the wheels of a stack's lock in a folder, for nodes without an index",
+        description="Have every wheel of a stack's lock, and of the tools', in a folder of this machine. What is there "
+        "already is not asked for.",
+    )
+    wheels.add_argument("stack", metavar="STACK")
+    wheels.add_argument("--python", required=True, metavar="3.X", help="the venv's Python")
+    wheels.add_argument("--to", type=Path, default=WHEELHOUSE, metavar="FOLDER", help="default: wheelhouse/")
+    wheels.add_argument("--prune", action="store_true", help="remove wheels of no lock of files/locks/")
     for name, text in (
         ("lock", "compile the lock files of the stacks (needs the package index)"),
         ("flags", "read the engine's argument definitions from its pinned wheel (needs the package index)"),
@@ -70,6 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(", ".join(f"{count} {name}" for name, count in counts.items()) + ": no problem found")
         elif options.command == "lock":
             lock(_stacks(options.stacks))
+        elif options.command == "wheelhouse":
+            print(gather(_stacks([options.stack])[0], options.python, options.to, prune=options.prune))
         elif options.command == "flags":
             flags(_stacks(options.stacks))
         elif options.command == "schema":

@@ -31,6 +31,7 @@ from gpuwright.plan import (
     TOOLS,
     VENV,
     VERIFY,
+    WHEELS,
     Change,
     examine_node,
     flat,
@@ -52,6 +53,7 @@ Status = Literal["clean", "drift", "error"]
 MENDS = {
     FOLDERS: "a deploy makes it so",
     SETTINGS: "a deploy sets it; what should stay as it is goes into `system` of group_data",
+    WHEELS: "a deploy brings what it installs, and removes what it does not need",
     TOOLS: "a deploy installs its tools anew",
     VENV: "a deploy makes the venv anew",
     ADOPT: "a deploy has the venv see it, and records it",

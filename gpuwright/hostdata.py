@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import posixpath
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -60,6 +61,14 @@ def _endpoint(url: str) -> str:
     if "@" in url:
         raise ValueError("holds credentials, which messages would show: a token has a key of its own")
     return url.rstrip("/")
+
+
+def _index(url: str) -> str:
+    if "@" in url:
+        raise ValueError(
+            "holds credentials, which messages would show: they have a key of their own, index_credentials"
+        )
+    return url
 
 
 def _reason(text: str) -> str:
@@ -171,9 +180,17 @@ class Cluster(Row):
     port: Port = 20000
 
 
+INDEX_NAMES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
+
+
 def _installer_env(env: dict[str, str]) -> dict[str, str]:
     if env.get("UV_LINK_MODE") == "symlink":
         raise ValueError("UV_LINK_MODE=symlink would have every patch written into uv's cache: use hardlink or copy")
+    for name, value in env.items():
+        if name in INDEX_NAMES:
+            raise ValueError(f"{name}: the index of uv and of pip is set by the key `index`")
+        if re.search(r"://[^/\s]*@", value):
+            raise ValueError(f"{name} holds credentials, which the node's process list would show")
     return env
 
 
@@ -194,6 +211,10 @@ class HostData(Row):
     interpreter: NodePath | None = None
     adopt: Adopted | None = None
     python_download: bool = False
+    index: Annotated[str, Field(pattern=r"^https?://\S+$"), AfterValidator(_index)] | None = None
+    index_credentials: SecretSource | None = None
+    wheelhouse: str | None = None
+    wheels_from_peers: bool = True
     installer_env: Annotated[dict[EnvName, str], AfterValidator(_installer_env)] = {}
     cuda_home: NodePath | None = None
     model: Annotated[TinyModel | FolderModel | HubModel, Field(discriminator="kind")]
@@ -245,7 +266,7 @@ def _input_error(detail: Any, sources: Sources) -> InputError:
     loc: Loc = tuple(part for part in detail["loc"] if part not in ("tiny", "folder", "hub"))
     problem, hint = describe(detail)
     if (
-        loc[0] == "secrets"
+        loc[0] in ("secrets", "index", "index_credentials", "installer_env")
         or "token" in loc
         or "endpoint" in loc
         or (loc[0] == "model" and isinstance(detail.get("input"), dict))

@@ -23,16 +23,20 @@ if TYPE_CHECKING:
 LOCKS = REPOSITORY / "files" / "locks"
 TOOLS_LOCK = LOCKS / "tools.txt"
 _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.M)
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 _INPUTS = re.compile(r"^# stack-inputs: sha256:([0-9a-f]{64})$", re.M)
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock file's text, its sha256, and the version it pins for each distribution (canonical names)."""
+    """A lock file's text, its sha256, and the version it pins for each distribution (canonical names), with the sha256
+    of every file that may be installed for it.
+    """
 
     text: str
     sha256: str
     versions: dict[str, str]
+    hashes: dict[str, frozenset[str]]
     inputs: str
 
     def without(self, names: Collection[str]) -> Lock:
@@ -43,7 +47,8 @@ class Lock:
         kept = [part for part in parts if not (pin := _PIN.match(part)) or canonicalize_name(pin[1]) not in names]
         text = "".join(kept)
         versions = {name: version for name, version in self.versions.items() if name not in names}
-        return Lock(text, hashlib.sha256(text.encode()).hexdigest(), versions, self.inputs)
+        hashes = {name: found for name, found in self.hashes.items() if name not in names}
+        return Lock(text, hashlib.sha256(text.encode()).hexdigest(), versions, hashes, self.inputs)
 
 
 def lock_path(stack: Stack, python: str) -> Path:
@@ -57,11 +62,18 @@ def read_lock(path: Path) -> Lock:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise GpuwrightError(f"{shown(path)} does not exist: run `make lock`") from None
-    versions: dict[str, str] = {canonicalize_name(name): version for name, version in _PIN.findall(text)}
-    if not versions:
+    pins = list(_PIN.finditer(text))
+    if not pins:
         raise GpuwrightError(f"{shown(path)} pins no distribution: run `make lock`")
+    ends = [pin.start() for pin in pins[1:]] + [len(text)]
+    versions: dict[str, str] = {canonicalize_name(pin[1]): pin[2] for pin in pins}
+    hashes: dict[str, frozenset[str]] = {
+        canonicalize_name(pin[1]): frozenset(_HASH.findall(text, pin.end(), end))
+        for pin, end in zip(pins, ends, strict=True)
+    }
     found = _INPUTS.search(text)
-    return Lock(text, hashlib.sha256(text.encode()).hexdigest(), versions, found.group(1) if found else "")
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return Lock(text, sha256, versions, hashes, found.group(1) if found else "")
 
 
 def inputs_digest(stack: Stack, python: str) -> str:

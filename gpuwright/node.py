@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from gpuwright import REPOSITORY
 from gpuwright.adopt import bridge, own_lock, record, site_of
@@ -21,13 +22,16 @@ from gpuwright.plan import (
     manager_files,
     settings_to_make,
     stale_files,
+    stale_wheels,
     system_files,
     to_install,
+    wheels_to_send,
 )
 from gpuwright.smoke import levels, seeds
 from gpuwright.spec import NodeFile, NodeSpec
 from gpuwright.state import NodeState, SeenInterpreter
 from gpuwright.system import Hold, Packages, package_names, stale
+from gpuwright.wheelhouse import Wheel
 
 NODE_SCRIPTS = REPOSITORY / "files" / "node"
 PARTS = {
@@ -36,6 +40,8 @@ PARTS = {
     "patch_files": ("unidiff.py",),
     "keep_foreign": ("unidiff.py",),
     "bench": ("raw_facts.py",),
+    "take_wheels": ("wheel_files.py",),
+    "pull_wheels": ("wheel_files.py",),
 }
 LOCK_WAIT_S = 900
 LOCKED = 75
@@ -124,6 +130,7 @@ def observe(spec: NodeSpec, *, remember: bool = True) -> NodeCommand:
         "patched": sorted({patch.file for patch in spec.series}),
         "manifest": spec.paths.manifest,
         "originals": spec.paths.originals,
+        "wheels": spec.paths.wheels,
         "deep": spec.data.integrity == "deep",
         "remember": remember,
         "run": {
@@ -183,21 +190,101 @@ def write_files(
     return run_script("write_files", request, spec=spec)
 
 
+def prepare_wheels(spec: NodeSpec, state: NodeState, copy_from: str | None) -> NodeCommand:
+    """Make room for the wheels that are to come, remove those of no lock, and answer what is there in part. Where the
+    node is this machine, copy them, too.
+    """
+    request = {"stale": stale_wheels(spec, state), "copy_from": copy_from}
+    return _take_wheels(spec, "prepare", wheels_to_send(spec, state), **request)
+
+
+def settle_wheels(spec: NodeSpec, wheels: Iterable[Wheel]) -> NodeCommand:
+    """Give wheels that have come their names, by their hashes; answer what is wrong with the others."""
+    return _take_wheels(spec, "settle", wheels)
+
+
+def _check_wheels(spec: NodeSpec, names: Iterable[str], *, tools: bool = False) -> list[NodeCommand]:
+    """Nothing is installed from a wheel that is not the lock's: what is wrong is named, removed, and sent anew by the
+    next deploy. Nothing to check on a node that is installed from an index.
+    """
+    if not spec.data.wheelhouse:
+        return []
+    there = (spec.tools_wheels if tools else spec.stack_wheels).wheels
+    return [_take_wheels(spec, "check", [there[name] for name in names if name in there])]
+
+
+def _take_wheels(spec: NodeSpec, action: str, wheels: Iterable[Wheel], **more: Any) -> NodeCommand:
+    rows = [{"file": wheel.file, "size": wheel.size, "sha256": wheel.sha256} for wheel in wheels]
+    return run_script("take_wheels", {"folder": spec.paths.wheels, "action": action, "wheels": rows, **more}, spec=spec)
+
+
+def pull_wheels(spec: NodeSpec, wheels: Iterable[Wheel], address: str, port: int, token: str) -> NodeCommand:
+    """Fetch wheels from another node, and answer which have come."""
+    rows = [{"file": wheel.file, "size": wheel.size, "sha256": wheel.sha256} for wheel in wheels]
+    return run_script(
+        "pull_wheels",
+        {"folder": spec.paths.wheels, "wheels": rows, "address": address, "port": port, "token": token},
+    )
+
+
+def serve_wheels(spec: NodeSpec, address: str, token: str) -> NodeCommand:
+    """Have the node hand out its wheels at `address` to who knows the token, for a while; answers port and process."""
+    request = {"folder": spec.paths.wheels, "address": address, "token": token, "idle_s": 120, "limit_s": 7200}
+    return run_script("serve_wheels", {"action": "start", **request})
+
+
+def stop_serving_wheels(server: dict[str, Any]) -> NodeCommand:
+    """End what `serve_wheels` has answered."""
+    return run_script("serve_wheels", {"action": "stop", **server})
+
+
 def install_tools(spec: NodeSpec) -> list[NodeCommand]:
     """gpuwright's own venv on the node, from a lock with hashes."""
     tools, lock = shlex.quote(spec.paths.tools), shlex.quote(spec.paths.tools_lock_copy)
     options = "--quiet --disable-pip-version-check --no-input --require-hashes"
-    pip = f"{_env(spec, {})} {tools}/bin/python -m pip install {options} -r {lock}"
+    if spec.data.wheelhouse:  # --isolated: pip.conf and PIP_* may name an index, and more folders
+        options += f" --isolated --no-index --find-links {shlex.quote(spec.paths.wheels)}"
+    pip = f"{_env(spec, _index(spec, 'PIP_INDEX_URL'))} {tools}/bin/python -m pip install {options} -r {lock}"
+    login = {"PIP_INDEX_URL": _with_login(spec.data.index, *spec.index_login)} if spec.index_login else {}
     return [
         write_files(spec, [NodeFile(spec.paths.tools_lock_copy, spec.tools_lock.text)]),
-        NodeCommand(locked(spec, f"sh -c {shlex.quote(f'python3 -m venv --clear {tools} && {pip} 2>&1')}"), "", True),
+        *_check_wheels(spec, spec.tools_lock.versions, tools=True),
+        _installing(spec, "sh -c", f"python3 -m venv --clear {tools} && {pip} 2>&1", login),
     ]
+
+
+def _index(spec: NodeSpec, name: str) -> dict[str, str]:
+    """The declared index as a variable; not where it would bring a login with it, which no command line may hold."""
+    return {name: spec.data.index} if spec.data.index and not spec.index_login else {}
+
+
+def _with_login(index: str | None, user: str, password: str) -> str:
+    scheme, _, rest = (index or "").partition("://")
+    return f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{rest}"
+
+
+def _installing(spec: NodeSpec, shell: str, line: str, login: dict[str, str]) -> NodeCommand:
+    """`line` under the node's lock, with the variables of `login`: they come over stdin, so that their values are in
+    the environment of what is run and nowhere else.
+    """
+    names = "".join(f"IFS= read -r {name} && export {name} && " for name in login)
+    hint = "check `index` and `index_credentials` in group_data" if login else "check `index` in group_data"
+    failed = f" || {{ echo {shlex.quote(f'installing from {spec.data.index} failed: {hint}')}; exit 1; }}"
+    whole = f"{names}{{ {line}; }}{failed}" if spec.data.index else line
+    stdin = "".join(f"{value}\n" for value in login.values())
+    return NodeCommand(locked(spec, f"{shell} {shlex.quote(whole)}"), stdin, True)
 
 
 def _uv(spec: NodeSpec, *arguments: str) -> str:
     downloads = "automatic" if spec.data.python_download else "never"
-    environment = {"UV_PYTHON_DOWNLOADS": downloads, "UV_NO_PROGRESS": "1"}
-    return f"{_env(spec, environment)} " + shlex.join([f"{spec.paths.tools}/bin/uv", *arguments])
+    environment = {"UV_PYTHON_DOWNLOADS": downloads, "UV_NO_PROGRESS": "1", **_index(spec, "UV_DEFAULT_INDEX")}
+    if spec.index_login:
+        environment["UV_DEFAULT_INDEX"] = f"{INDEX}={spec.data.index}"
+    only = ["--offline", "--no-config"] if spec.data.wheelhouse else []  # uv.toml may name an index, and more folders
+    return f"{_env(spec, environment)} " + shlex.join([f"{spec.paths.tools}/bin/uv", *only, *arguments])
+
+
+INDEX = "gpuwright"  # by this name uv looks for the login of the declared index
 
 
 def _env(spec: NodeSpec, fixed: dict[str, str]) -> str:
@@ -225,7 +312,8 @@ def sync_venv(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
     stamp = f"{spec.paths.run}/runtime.json"
     lock = write_files(spec, [NodeFile(spec.paths.lock_copy, own_lock(spec, state).text)], [stamp])
     clean = [_forget(spec, edited)] if edited else []
-    return [lock, *clean, _sync(spec, reinstall), _keep_builds(spec, to_install(spec, state))]
+    anew = to_install(spec, state)
+    return [lock, *_check_wheels(spec, anew), *clean, _sync(spec, reinstall), _keep_builds(spec, anew)]
 
 
 def _forget(spec: NodeSpec, names: list[str]) -> NodeCommand:
@@ -242,17 +330,16 @@ def _keep_builds(spec: NodeSpec, anew: list[str]) -> NodeCommand:
 
 def _sync(spec: NodeSpec, reinstall: list[str]) -> NodeCommand:
     again = [part for name in reinstall for part in ("--reinstall-package", name)]
+    source = ["--no-index", "--find-links", spec.paths.wheels] if spec.data.wheelhouse else []
     sync = _uv(
         spec, "pip", "sync", "--python", spec.python, "--require-hashes", "--only-binary", ":all:",
-        "--allow-empty-requirements", *again,
+        "--allow-empty-requirements", *source, *again,
         spec.paths.lock_copy,
     )  # fmt: skip
+    names = [f"UV_INDEX_{INDEX.upper()}_{part}" for part in ("USERNAME", "PASSWORD")]
+    login = dict(zip(names, spec.index_login or (), strict=False))
     # uv's line for each distribution repeats the plan; its downloads and its errors are what to look at.
-    return NodeCommand(locked(spec, _bash(f"{sync} 2>&1 | {{ grep -v '^ [+-] ' || true; }}")), "", True)
-
-
-def _bash(pipeline: str) -> str:
-    return f"bash -o pipefail -c {shlex.quote(pipeline)}"
+    return _installing(spec, "bash -o pipefail -c", f"{sync} 2>&1 | {{ grep -v '^ [+-] ' || true; }}", login)
 
 
 def build_cuda_stub(spec: NodeSpec) -> list[NodeCommand]:
@@ -301,7 +388,7 @@ def apply_patches(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
     if replaced:
         commands.append(_forget(spec, sorted({each.file.distribution for each in replaced})))
     if anew:
-        commands += [_sync(spec, anew), _keep_builds(spec, anew)]
+        commands += [*_check_wheels(spec, anew), _sync(spec, anew), _keep_builds(spec, anew)]
     affected = [
         each
         for each in decisions

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
+from gpuwright import REPOSITORY
 from gpuwright.adopt import bridge, brought, content, moved, on_record, own_lock, problems, site_of, versions
 from gpuwright.checks import Examination, stop_text
 from gpuwright.hostdata import FolderModel, HubModel, TinyModel
@@ -16,11 +17,14 @@ from gpuwright.preflight import before_install, examination, without
 from gpuwright.spec import NodeFile, NodeSpec, digest, file_value, mode_text
 from gpuwright.state import NodeState
 from gpuwright.system import Declared, files, gaps, stale
+from gpuwright.wheelhouse import MB, Gathered, Wheel, named_by, remedy
+from gpuwright.yamlfile import shown
 
 CANARY = "preflight | ask the canary"
 PREFLIGHT = "preflight | check the node"
 FOLDERS = "system | create the node's folders"
 SETTINGS = "system | set what the host needs"
+WHEELS = "runtime | bring wheels"
 TOOLS = "runtime | install uv and supervisor"
 VENV = "runtime | create the venv"
 ADOPT = "runtime | adopt an interpreter"
@@ -85,8 +89,8 @@ def plan(spec: NodeSpec, state: NodeState) -> Plan:
     """
     steps: list[tuple[str, Callable[[NodeSpec, NodeState, list[Change]], Iterable[Change]]]] = [
         ("preflight", _preflight), ("system", _folders), ("system", _settings),
-        ("runtime", _tools), ("runtime", _venv), ("runtime", _adopt), ("runtime", _sync), ("runtime", _stub),
-        ("runtime", _verify),
+        ("runtime", _wheels), ("runtime", _tools), ("runtime", _venv), ("runtime", _adopt), ("runtime", _sync),
+        ("runtime", _stub), ("runtime", _verify),
         ("patches", _apply), ("patches", _probe), ("model", _model), ("model", _config), ("launchers", _launchers),
         ("service", _configure), ("service", _server), ("service", _prune), ("service", _record), ("smoke", _smoke),
     ]  # fmt: skip
@@ -107,6 +111,9 @@ def _preflight(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterab
     stopping = before_install(spec, examine_node(spec, state))
     if stopping:
         yield Change(PREFLIGHT, stop_text(stopping), blocked=True)
+    lacking = lacking_wheels(spec, state) if "runtime" in spec.data.stages else ""
+    if lacking:
+        yield Change(PREFLIGHT, lacking, blocked=True)
 
 
 def unread(state: NodeState) -> Change:
@@ -226,6 +233,65 @@ def stale_files(spec: NodeSpec, state: NodeState) -> list[str]:
     """Files of settings that an earlier deploy wrote and that are no longer declared."""
     declared = {file.path for file in spec.system_files}
     return [path for path in (state.system_manifest or {}).get("files", []) if path not in declared]
+
+
+def _needed(spec: NodeSpec, state: NodeState) -> list[tuple[Gathered, str]]:
+    """The distributions that this deploy installs, each with what the wheelhouse has of its lock."""
+    if not spec.data.wheelhouse:
+        return []
+    tools = list(spec.tools_lock.versions) if list(_tools(spec, state, [])) else []
+    anew: set[str] = set()
+    if "patches" in spec.data.stages and state.venv:
+        again = (Action.REPLACE, Action.REINSTALL)
+        anew = {each.file.distribution for each in decide(spec, state) if each.action in again}
+    whole = bool(list(_venv(spec, state, [])))
+    coming = anew.union(to_install(spec, state))
+    names = [name for name in own_lock(spec, state).versions if whole or name in coming]
+    return [(spec.tools_wheels, name) for name in tools] + [(spec.stack_wheels, name) for name in names]
+
+
+def needed_wheels(spec: NodeSpec, state: NodeState) -> list[Wheel]:
+    """The wheels of what this deploy installs, as far as this machine has them."""
+    return [found.wheels[name] for found, name in _needed(spec, state) if name in found.wheels]
+
+
+def wheels_to_send(spec: NodeSpec, state: NodeState) -> list[Wheel]:
+    """Those of them that the node does not have."""
+    return [wheel for wheel in needed_wheels(spec, state) if state.wheels.get(wheel.file) != wheel.size]
+
+
+def lacking_wheels(spec: NodeSpec, state: NodeState) -> str:
+    """What is needed and not in this machine's wheelhouse, with the remedy; "" where nothing is."""
+    here = [f"{name} {found.lacking[name]}" for found, name in _needed(spec, state) if name in found.lacking]
+    if not here:
+        return ""
+    folder = REPOSITORY / (spec.data.wheelhouse or "")
+    command = remedy(spec.stack, spec.data.python, folder)
+    return f"{shown(folder)} on this machine lacks {len(here)} wheels: {_few(here)}\n    -> {command}"
+
+
+def stale_wheels(spec: NodeSpec, state: NodeState) -> list[str]:
+    """What lies among the node's wheels and is none of its locks'; all of it where it is installed from an index."""
+    locks = [spec.lock, spec.tools_lock] if spec.data.wheelhouse else []
+    bare = {name: name.removeprefix("parts/").removesuffix(".part") for name in state.wheels}
+    return [name for name in state.wheels if not named_by(bare[name], locks)]
+
+
+def _wheels(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
+    lacking = lacking_wheels(spec, state)
+    if lacking:
+        yield Change(WHEELS, lacking, blocked=True)
+    sending, stale = wheels_to_send(spec, state), stale_wheels(spec, state)
+    if sending:
+        parts = [state.wheels.get(f"parts/{wheel.file}.part", 0) for wheel in sending]
+        found = f"{sum(parts) / MB:.1f} MB of them" if any(parts) else "absent"
+        tools = {wheel.file for wheel in spec.tools_wheels.wheels.values()}
+        keys = [f"{'tool' if wheel.file in tools else 'distribution'} {wheel.distribution}" for wheel in sending]
+        what = f"{len(sending)} wheels, {sum(wheel.size for wheel in sending) / MB:.1f} MB"
+        yield Change(WHEELS, what, f"in {spec.paths.wheels}", found, keys=tuple(keys))
+    if stale:
+        size = sum(state.wheels[name] for name in stale) / MB
+        yield Change(WHEELS, f"{_few(stale)} ({size:.1f} MB)", "absent", "a wheel of no lock", keys=("wheels",))
 
 
 def _tools(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:

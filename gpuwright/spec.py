@@ -26,6 +26,7 @@ from gpuwright.ladder import COMPILER_FLAGS, Ladder, Standing, Tier, standing
 from gpuwright.lockfile import TOOLS_LOCK, Lock, lock_path, read_lock
 from gpuwright.smoke import levels
 from gpuwright.system import COUNTED, SHM, VALUELESS, Declared, declared, files, kept_in, settings_unit, value_problem
+from gpuwright.wheelhouse import Gathered, read_wheelhouse
 from gpuwright.yamlfile import shown
 
 # Without them the engine writes its API keys into its log, and tells them to whoever asks for its arguments.
@@ -133,6 +134,11 @@ class Paths:
     def tools_lock_copy(self) -> str:
         """The lock of gpuwright's own tools."""
         return f"{self.run}/tools.lock.txt"
+
+    @property
+    def wheels(self) -> str:
+        """The wheels that a node without an index is installed from."""
+        return f"{self.root}/wheels"
 
     @property
     def cuda_stub(self) -> str:
@@ -297,6 +303,8 @@ class NodeSpec:
         runtime |= {f"distribution {name}": version for name, version in self.lock.versions.items()}
         runtime |= {"adopt": self.data.adopt.interpreter} if self.data.adopt else {}
         runtime |= {"proofs": self.runtime_stamp[:16]}
+        if self.data.wheelhouse:
+            runtime |= {"wheels": digest([self.lock.sha256, self.tools_lock.sha256])[:16]}
         if self.cuda_stub_source:
             runtime |= _file_keys([self.cuda_stub_source])
         patches = {f"patched {patch.file}": patch.post_sha256[:16] for patch in self.patches}
@@ -577,6 +585,30 @@ class NodeSpec:
         model = self.data.model
         return _secret("model.token", model.token) if isinstance(model, HubModel) and model.token else None
 
+    @cached_property
+    def index_login(self) -> tuple[str, str] | None:
+        """User and password for the index, read now from this machine. Raises InputErrors where they are not there."""
+        source = self.data.index_credentials
+        if source is None:
+            return None
+        user, colon, password = _secret("index_credentials", source).partition(":")
+        if not (user and colon and password):
+            raise InputErrors([InputError(Place("secrets"), "index_credentials", "does not hold USER:PASSWORD")])
+        return user, password
+
+    @cached_property
+    def stack_wheels(self) -> Gathered:
+        """What this machine's wheelhouse has of the stack's lock; read when it is first asked for."""
+        return self._gathered(self.lock)
+
+    @cached_property
+    def tools_wheels(self) -> Gathered:
+        """The same of the tools' lock."""
+        return self._gathered(self.tools_lock)
+
+    def _gathered(self, lock: Lock) -> Gathered:
+        return read_wheelhouse(REPOSITORY / (self.data.wheelhouse or ""), lock, self.stack, self.data.python)
+
     @property
     def proof_env(self) -> dict[str, str]:
         """Environment of proofs: what importing the engine needs, the toolkit, and the ladder's compiler flags."""
@@ -645,6 +677,7 @@ def build_spec(
     if stack.sources_only and values.serve:
         raise wrong("serve", f"stack {stack.name} has sources alone, which serve nothing", "set `serve = False`")
     _check_machine(values, ladder, catalogue, wrong)
+    _check_index(values, wrong)
     lock = read_lock(lock_path(stack, values.python))
     for name in values.adopt.versions if values.adopt else ():
         if name not in lock.versions:
@@ -691,6 +724,16 @@ def build_spec(
         hint = "to try it all the same: --data allow_blocked=true; to have it tried again, change what it failed on"
         raise wrong("tier", f"tier {tier.name} is blocked: {found.why}", hint)
     return spec
+
+
+def _check_index(values: HostData, wrong: Callable[..., InputErrors]) -> None:
+    """Raises InputErrors where what is installed would come from two places."""
+    if values.index_credentials and not values.index:
+        raise wrong("index_credentials", "are given, and no `index` to show them to")
+    if values.wheelhouse and values.index:
+        raise wrong("wheelhouse", "and `index` are both set: a node is installed from one of them")
+    if values.wheelhouse and values.python_download:
+        raise wrong("python_download", "asks the network, which a node with a `wheelhouse` does not")
 
 
 def _check_machine(values: HostData, ladder: Ladder, catalogue: Catalogue, wrong: Callable[..., InputErrors]) -> None:

@@ -170,8 +170,9 @@ class Reading(Seen):
 
 class NodeState(Seen):
     """Everything one observation says. `deployed`: what the last deploy of each stage declared. `adopted_before`: what
-    the last deploy found an adopted interpreter to be. `unreadable`: paths
-    that are there and that this user may not read: what is said of them is not known.
+    the last deploy found an adopted interpreter to be. `unreadable`: paths that are there and that this user may not
+    read: what is said of them is not known. `wheels`: bytes by name of what lies in the folder of wheels,
+    `parts/NAME.part` of what is there in part.
     """
 
     version: Literal[6]
@@ -208,6 +209,7 @@ class NodeState(Seen):
     patched: dict[str, SeenFile | None]
     manifest: dict[str, dict[str, str]]
     originals: list[str]
+    wheels: dict[str, int] = {}
 
     @property
     def readings(self) -> dict[str, Any]:

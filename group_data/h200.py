@@ -9,7 +9,7 @@ ladder = "h200-llama" if _gpus == 1 else "h200-llama-tp2"
 device = "cuda"
 python = "3.12"
 adopt = {"interpreter": "/opt/torch/.venv/bin/python3", "versions": {"torch": "==2.11.0"}}
-wheels = "wheelhouse"
+wheelhouse = "wheelhouse"  # the folder of this checkout
 cuda_home = "/usr/local/cuda-13.0"
 model = {"kind": "folder", "path": "/opt/models/random-llama"}  # benchmarks/random_llama.py
 gpu = {"count": _gpus, "name": "NVIDIA H200", "compute_capability": "9.0", "memory_gib": 139}

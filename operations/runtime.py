@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from pyinfra.api.command import FunctionCommand
 from pyinfra.api.operation import operation
 
 from gpuwright import node
-from gpuwright.plan import ADOPT, STUB, SYNC, TOOLS, VENV, VERIFY
+from gpuwright.plan import ADOPT, STUB, SYNC, TOOLS, VENV, VERIFY, WHEELS
 from gpuwright.spec import NodeSpec
 from operations.stage import Commands, converge
+from operations.wheels import bring
+
+
+@operation()
+def bring_wheels(spec: NodeSpec) -> Commands:
+    """Have the wheels of what is installed on a node that asks no index, from this machine or from another host of the
+    run, and remove those of no lock. Reads the observation; may run files/node/take_wheels.py and pull_wheels.py, on
+    other hosts serve_wheels.py, and send over SFTP.
+    """
+    yield from converge(
+        spec,
+        WHEELS,
+        "the wheels that are needed are there" if spec.data.wheelhouse else "installed from an index",
+        lambda state, changes: [FunctionCommand(bring, (spec, state), {})],
+    )
 
 
 @operation()

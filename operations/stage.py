@@ -64,7 +64,7 @@ def desired_states(hosts: Iterable[Host], *, serving: bool, secrets: bool) -> di
         try:
             spec = build_spec(each.name, _own_data(each), catalogue, _sources(each), _members(each))
             specs[each.name] = spec
-            _ = (spec.secret_files, spec.model_token) if secrets else None
+            _ = (spec.secret_files, spec.model_token, spec.index_login) if secrets else None
             if serving and "service" in spec.stages:
                 _require_whole_cluster(spec)
         except InputErrors as error:
@@ -86,7 +86,7 @@ def _members(each: Host) -> tuple[Member, ...]:
     if not isinstance(cluster, dict) or "group" not in cluster:
         return ()
     hosts = state.inventory.get_group(cluster["group"]) if cluster["group"] in state.inventory.groups else []
-    return tuple(Member(host.name, _address(host)) for host in hosts)
+    return tuple(Member(host.name, address_of(host)) for host in hosts)
 
 
 def _require_whole_cluster(spec: NodeSpec) -> None:
@@ -99,8 +99,8 @@ def _require_whole_cluster(spec: NodeSpec) -> None:
         )
 
 
-def _address(each: Host) -> str:
-    """Where the other hosts of a cluster reach this one."""
+def address_of(each: Host) -> str:
+    """Where other hosts reach this one."""
     data = each.data.dict()  # type: ignore[no-untyped-call]
     fallback = "127.0.0.1" if each.name.startswith("@local") else each.name
     return str(data.get("cluster_address") or data.get("ssh_hostname") or fallback)
@@ -167,6 +167,12 @@ def observe_peer(spec: NodeSpec) -> NodeState | None:
     except Exception:
         return None  # whatever keeps a peer from answering fails the peer itself, in its own turn
     return found
+
+
+def seen_already(name: str) -> NodeState | None:
+    """What is known of another host without asking it: its last observation, where nothing was done since."""
+    kept = _observations.get(name)
+    return kept[1] if kept and kept[0] == state.is_executing else None
 
 
 SHOWN = 8  # changes of one step: a first installation has 175

@@ -506,6 +506,12 @@ def deployed(path):
     return {stage: {name: str(value) for name, value in things.items()} for stage, things in stages.items()}
 
 
+def wheels(path):
+    """{name: bytes} of the files in the folder of wheels, and in its folder of parts."""
+    names = listing(path) + ["parts/" + name for name in listing(os.path.join(path, "parts"))]
+    return {name: size_of(os.path.join(path, name)) for name in names if os.path.isfile(os.path.join(path, name))}
+
+
 STAMPS = ("runtime", "patches", "config")
 
 
@@ -561,6 +567,7 @@ def main():
         "state": read_json(os.path.join(root, "state.json")),
         "deployed": deployed(os.path.join(root, "run", "deployed.json")),
         "results": results(os.path.join(root, "results")),
+        "wheels": wheels(REQUEST["wheels"]),
     }
     site = answer["venv"]["site"] if answer["venv"] else None
     answer["patched"] = {path: patched_at(path, site, kept_by_others) for path in patched}

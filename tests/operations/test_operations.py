@@ -57,6 +57,7 @@ OPERATIONS = {
     p.PREFLIGHT: preflight.check_node,
     p.FOLDERS: system.create_folders,
     p.SETTINGS: system.set_host,
+    p.WHEELS: runtime.bring_wheels,
     p.TOOLS: runtime.install_tools,
     p.VENV: runtime.create_venv,
     p.ADOPT: runtime.adopt,
