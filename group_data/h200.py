@@ -12,7 +12,14 @@ adopt = {"interpreter": "/opt/torch/.venv/bin/python3", "versions": {"torch": "=
 wheelhouse = "wheelhouse"  # the folder of this checkout
 cuda_home = "/usr/local/cuda-13.0"
 model = {"kind": "folder", "path": "/opt/models/random-llama"}  # benchmarks/random_llama.py
-gpu = {"count": _gpus, "name": "NVIDIA H200", "compute_capability": "9.0", "memory_gib": 139}
+min_memory_gib = 32
+gpu = {
+    "count": _gpus,
+    "name": "NVIDIA H200",
+    "compute_capability": "9.0",
+    "memory_gib": 140,
+    "pcie": {"generation": 5, "width": 16},
+}
 supervisor = "supervisor"  # no systemd there
 ready_timeout_s = 420
 profiles = {
