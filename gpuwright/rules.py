@@ -57,7 +57,7 @@ def rule_errors(
         if rule.id in seen:
             errors.append(origin.error((*loc, "id"), f'"{rule.id}" is used twice'))
         seen.add(rule.id)
-        covered = [stack for stack, pin in engines.items() if _covers(rule.engine, pin)]
+        covered = [stack for stack, pin in engines.items() if covers(rule.engine, pin)]
         known = {flag.replace("-", "_") for stack in covered for flag in flags[stack]}
         for key in ("when", "require"):
             found, tree = expressions.problems(origin, (*loc, key), getattr(rule, key), NAMES)
@@ -71,7 +71,8 @@ def rule_errors(
 
 
 @cache
-def _covers(engine: str, pin: str) -> bool:
+def covers(engine: str, pin: str) -> bool:
+    """Whether a requirement ("sglang>=0.5.9,<0.5.13") holds for a pin ("sglang==0.5.9")."""
     wanted, name, version = Requirement(engine), *pin.split("==")
     return wanted.name == name and wanted.specifier.contains(version, prereleases=True)
 
@@ -97,7 +98,7 @@ def broken(rules: Iterable[Rule], ladder: Ladder, tier: Tier, engine: str) -> li
         concerns = expressions.holds(rule.when, context)
         return concerns is False or bool(concerns and expressions.holds(rule.require, context))
 
-    return [rule for rule in rules if rule.id not in waived and _covers(rule.engine, engine) and not kept(rule)]
+    return [rule for rule in rules if rule.id not in waived and covers(rule.engine, engine) and not kept(rule)]
 
 
 def _written(rule: Rule, at: Loc, origin: Origin) -> Loc:

@@ -355,7 +355,7 @@ def test_a_person_reads_what_was_found_and_what_to_do() -> None:
     lines = drift.lines(DRIFTED)
     assert lines[0] == "drift: 2 corrective"
     assert any(line.startswith("  corrective  launchers ") for line in lines)
-    assert any("-> a deploy writes it anew; what should stay goes into catalog/tiers.yaml" in line for line in lines)
+    assert any("-> a deploy writes it anew; what should stay goes into catalog/tiers/" in line for line in lines)
     assert drift.lines(LOST)[0].startswith("error: it could not be reached")
 
 

@@ -2,7 +2,7 @@
 # run_tp8_torch_compile.sh: torch.compile of decode; excludes piecewise
 # tier torch-compile (3.2) of ladder glm5-nvfp4, stack sglang-0.5.9-cu128
 # runtime 4b73405717d4e26a, patch set a92c6b2442cbdca0
-# Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers.yaml instead.
+# Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers/sglang-0.5.9-cu128.yaml instead.
 set -euo pipefail
 # Whoever starts this, the server's environment is what is written here and nothing else.
 [ -n "${GPUWRIGHT_SCRIPT-}" ] ||

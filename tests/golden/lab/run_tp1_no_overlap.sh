@@ -2,7 +2,7 @@
 # run_tp1_no_overlap.sh: the scheduler no longer overlaps with the model
 # tier no-overlap (1.2) of ladder lab-cpu, stack sglang-0.5.9-cu128
 # runtime 69085bb7d4af4863, patch set a92c6b2442cbdca0
-# Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers.yaml instead.
+# Written by gpuwright: the next deploy undoes an edit. Change catalog/tiers/sglang-0.5.9-cu128.yaml instead.
 set -euo pipefail
 # Whoever starts this, the server's environment is what is written here and nothing else.
 [ -n "${GPUWRIGHT_SCRIPT-}" ] ||
