@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
-from gpuwright import REPOSITORY
 from gpuwright.checks import Examination, stop_text
 from gpuwright.hostdata import FolderModel, HubModel, TinyModel
 from gpuwright.patches import Action, Decision, FileState, decide, patched_files
@@ -262,9 +261,8 @@ def lacking_wheels(spec: NodeSpec, state: NodeState) -> str:
     here = [f"{name} {found.lacking[name]}" for found, name in _needed(spec, state) if name in found.lacking]
     if not here:
         return ""
-    folder = REPOSITORY / (spec.data.wheelhouse or "")
-    command = remedy(spec.stack, spec.data.python, folder)
-    return f"{shown(folder)} on this machine lacks {len(here)} wheels: {_few(here)}\n    -> {command}"
+    command = remedy(spec.stack, spec.data.python, spec.wheelhouse)
+    return f"{shown(spec.wheelhouse)} on this machine lacks {len(here)} wheels: {_few(here)}\n    -> {command}"
 
 
 def stale_wheels(spec: NodeSpec, state: NodeState) -> list[str]:

@@ -208,8 +208,8 @@ def _fetch(lock: Lock, names: list[str], stack: Stack, python: str, folder: Path
         ]  # fmt: skip
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
-            raise GpuwrightError(f"{stack.name} for Python {python}: not every wheel can be had:\n" + "\n".join(errors))
+            said = done.stderr[max(0, done.stderr.find("ERROR")) :].strip()
+            raise GpuwrightError(f"{stack.name} for Python {python}: not every wheel can be had:\n{said}")
         files = sorted(Path(temporary).glob("*.whl"))
         for path in files:
             path.replace(folder / path.name)
