@@ -15,7 +15,7 @@ from gpuwright.preflight import before_install, examination, without
 from gpuwright.spec import NodeFile, NodeSpec, digest, file_value, mode_text
 from gpuwright.state import NodeState
 from gpuwright.system import Declared, files, gaps, stale
-from gpuwright.wheelhouse import MB, Gathered, Wheel, named_by, remedy
+from gpuwright.wheelhouse import MB, Gathered, Wheel, named_by, number_of, remedy
 from gpuwright.yamlfile import shown
 
 CANARY = "preflight | ask the canary"
@@ -262,7 +262,7 @@ def lacking_wheels(spec: NodeSpec, state: NodeState) -> str:
     if not here:
         return ""
     command = remedy(spec.stack, spec.data.python, spec.wheelhouse)
-    return f"{shown(spec.wheelhouse)} on this machine lacks {len(here)} wheels: {_few(here)}\n    -> {command}"
+    return f"{shown(spec.wheelhouse)} on this machine lacks {number_of(here)}: {_few(here)}\n    -> {command}"
 
 
 def stale_wheels(spec: NodeSpec, state: NodeState) -> list[str]:
@@ -282,7 +282,7 @@ def _wheels(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
         found = f"{sum(parts) / MB:.1f} MB of them" if any(parts) else "absent"
         tools = {wheel.file for wheel in spec.tools_wheels.wheels.values()}
         keys = [f"{'tool' if wheel.file in tools else 'distribution'} {wheel.distribution}" for wheel in sending]
-        what = f"{len(sending)} wheels, {sum(wheel.size for wheel in sending) / MB:.1f} MB"
+        what = f"{number_of(sending)}, {sum(wheel.size for wheel in sending) / MB:.1f} MB"
         yield Change(WHEELS, what, f"in {spec.paths.wheels}", found, keys=tuple(keys))
     if stale:
         size = sum(state.wheels[name] for name in stale) / MB

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,6 +141,11 @@ def file_sha256(path: Path) -> str:
         for block in iter(lambda: handle.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()
+
+
+def number_of(wheels: Sized) -> str:
+    """`1 wheel`, `2 wheels`."""
+    return f"{len(wheels)} wheel{'' if len(wheels) == 1 else 's'}"
 
 
 def remedy(stack: Stack, python: str, folder: Path) -> str:

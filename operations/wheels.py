@@ -22,7 +22,7 @@ from gpuwright import node
 from gpuwright.plan import wheels_to_send
 from gpuwright.spec import NodeSpec
 from gpuwright.state import NodeState, last_line
-from gpuwright.wheelhouse import MB, Wheel
+from gpuwright.wheelhouse import MB, Wheel, number_of
 from operations.stage import address_of, ask, run, seen_already, specs
 
 BATCH = 512 * MB  # what is verified, and then handed on, at a time
@@ -184,7 +184,7 @@ def _send(host: Host, spec: NodeSpec, wheels: list[Wheel], parts: dict[str, int]
         return False
     answer = _answer(host, node.settle_wheels(spec, wheels, last=last))
     seconds = time.monotonic() - begun
-    host.log(f"    {len(wheels)} wheels, {sent / MB:.1f} MB from this machine in {seconds:.1f} s", logger.info)
+    host.log(f"    {number_of(wheels)}, {sent / MB:.1f} MB from this machine in {seconds:.1f} s", logger.info)
     return answer is not None and _all_right(host, answer["wrong"])
 
 
@@ -233,7 +233,7 @@ def _from_peer(state: State, host: Host, spec: NodeSpec, wanted: dict[str, Wheel
     _have(spec, came, wanted)
     if came:
         size, seconds = sum(wheel.size for wheel in came) / MB, time.monotonic() - begun
-        host.log(f"    {len(came)} wheels, {size:.1f} MB from {source} in {seconds:.1f} s", logger.info)
+        host.log(f"    {number_of(came)}, {size:.1f} MB from {source} in {seconds:.1f} s", logger.info)
     if answer["problem"]:
         _rollout.useless.add((source, host.name))
         host.log(f"    not from {source}, but from elsewhere: {answer['problem']}", logger.warning)

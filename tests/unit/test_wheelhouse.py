@@ -242,7 +242,7 @@ def test_what_this_machine_lacks_stops_the_host_before_anything_is_changed(spec:
     data = spec.data.model_copy(update={"wheelhouse": "/none/wheels"})
     lacking = replace(spec, data=data)
     plan = p.plan(lacking, without(lacking, "one"))
-    said = "/none/wheels on this machine lacks 1 wheels: one is not there\n    -> make wheelhouse STACK="
+    said = "/none/wheels on this machine lacks 1 wheel: one is not there\n    -> make wheelhouse STACK="
     for step in (p.PREFLIGHT, p.WHEELS):
         (change,) = plan.of(step)
         assert change.blocked and change.what.startswith(said), change.what
