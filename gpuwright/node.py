@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -194,13 +194,15 @@ def prepare_wheels(spec: NodeSpec, state: NodeState, copy_from: str | None) -> N
     """Make room for the wheels that are to come, remove those of no lock, and answer what is there in part. Where the
     node is this machine, copy them, too.
     """
-    request = {"stale": stale_wheels(spec, state), "copy_from": copy_from}
+    request = {"stale": stale_wheels(spec, state), "copy_from": copy_from, "last": True}
     return _take_wheels(spec, "prepare", wheels_to_send(spec, state), **request)
 
 
-def settle_wheels(spec: NodeSpec, wheels: Iterable[Wheel]) -> NodeCommand:
-    """Give wheels that have come their names, by their hashes; answer what is wrong with the others."""
-    return _take_wheels(spec, "settle", wheels)
+def settle_wheels(spec: NodeSpec, wheels: Iterable[Wheel], *, last: bool) -> NodeCommand:
+    """Give wheels that have come their names, by their hashes; answer what is wrong with the others. `last`: no others
+    are to come.
+    """
+    return _take_wheels(spec, "settle", wheels, last=last)
 
 
 def _check_wheels(spec: NodeSpec, names: Iterable[str], *, tools: bool = False) -> list[NodeCommand]:
@@ -214,17 +216,18 @@ def _check_wheels(spec: NodeSpec, names: Iterable[str], *, tools: bool = False) 
 
 
 def _take_wheels(spec: NodeSpec, action: str, wheels: Iterable[Wheel], **more: Any) -> NodeCommand:
-    rows = [{"file": wheel.file, "size": wheel.size, "sha256": wheel.sha256} for wheel in wheels]
-    return run_script("take_wheels", {"folder": spec.paths.wheels, "action": action, "wheels": rows, **more}, spec=spec)
+    request = {"folder": spec.paths.wheels, "action": action, "wheels": _rows(wheels), **more}
+    return run_script("take_wheels", request, spec=spec)
 
 
-def pull_wheels(spec: NodeSpec, wheels: Iterable[Wheel], address: str, port: int, token: str) -> NodeCommand:
-    """Fetch wheels from another node, and answer which have come."""
-    rows = [{"file": wheel.file, "size": wheel.size, "sha256": wheel.sha256} for wheel in wheels]
-    return run_script(
-        "pull_wheels",
-        {"folder": spec.paths.wheels, "wheels": rows, "address": address, "port": port, "token": token},
-    )
+def _rows(wheels: Iterable[Wheel]) -> list[dict[str, Any]]:
+    return [{"file": wheel.file, "size": wheel.size, "sha256": wheel.sha256} for wheel in wheels]
+
+
+def pull_wheels(spec: NodeSpec, wheels: Iterable[Wheel], server: Mapping[str, Any], *, last: bool) -> NodeCommand:
+    """Fetch wheels from another node (`server`: address, port, token), and answer which have come."""
+    where = {name: server[name] for name in ("address", "port", "token")}
+    return run_script("pull_wheels", {"folder": spec.paths.wheels, "wheels": _rows(wheels), "last": last, **where})
 
 
 def serve_wheels(spec: NodeSpec, address: str, token: str) -> NodeCommand:
@@ -249,8 +252,17 @@ def install_tools(spec: NodeSpec) -> list[NodeCommand]:
     return [
         write_files(spec, [NodeFile(spec.paths.tools_lock_copy, spec.tools_lock.text)]),
         *_check_wheels(spec, spec.tools_lock.versions, tools=True),
+        *_ask_index(spec, spec.tools_lock.versions),
         _installing(spec, "sh -c", f"python3 -m venv --clear {tools} && {pip} 2>&1", login),
     ]
+
+
+def _ask_index(spec: NodeSpec, names: Iterable[str]) -> list[NodeCommand]:
+    """Whether the declared index lets us in, asked for the first of these distributions."""
+    if not spec.data.index:
+        return []
+    request = {"index": spec.data.index, "name": next(iter(names)), "login": spec.index_login}
+    return [run_script("ask_index", request, streamed=True, python=f"{_env(spec, {})} {PYTHON}")]
 
 
 def _index(spec: NodeSpec, name: str) -> dict[str, str]:
@@ -313,7 +325,8 @@ def sync_venv(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
     lock = write_files(spec, [NodeFile(spec.paths.lock_copy, own_lock(spec, state).text)], [stamp])
     clean = [_forget(spec, edited)] if edited else []
     anew = to_install(spec, state)
-    return [lock, *_check_wheels(spec, anew), *clean, _sync(spec, reinstall), _keep_builds(spec, anew)]
+    before = [*_check_wheels(spec, anew), *_ask_index(spec, anew), *clean] if anew else []
+    return [lock, *before, _sync(spec, reinstall), _keep_builds(spec, anew)]
 
 
 def _forget(spec: NodeSpec, names: list[str]) -> NodeCommand:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
-from gpuwright import REPOSITORY
 from gpuwright.adopt import bridge, brought, content, moved, on_record, own_lock, problems, site_of, versions
 from gpuwright.checks import Examination, stop_text
 from gpuwright.hostdata import FolderModel, HubModel, TinyModel
@@ -17,7 +16,7 @@ from gpuwright.preflight import before_install, examination, without
 from gpuwright.spec import NodeFile, NodeSpec, digest, file_value, mode_text
 from gpuwright.state import NodeState
 from gpuwright.system import Declared, files, gaps, stale
-from gpuwright.wheelhouse import MB, Gathered, Wheel, named_by, remedy
+from gpuwright.wheelhouse import MB, Gathered, Wheel, named_by, number_of, remedy
 from gpuwright.yamlfile import shown
 
 CANARY = "preflight | ask the canary"
@@ -265,9 +264,8 @@ def lacking_wheels(spec: NodeSpec, state: NodeState) -> str:
     here = [f"{name} {found.lacking[name]}" for found, name in _needed(spec, state) if name in found.lacking]
     if not here:
         return ""
-    folder = REPOSITORY / (spec.data.wheelhouse or "")
-    command = remedy(spec.stack, spec.data.python, folder)
-    return f"{shown(folder)} on this machine lacks {len(here)} wheels: {_few(here)}\n    -> {command}"
+    command = remedy(spec.stack, spec.data.python, spec.wheelhouse)
+    return f"{shown(spec.wheelhouse)} on this machine lacks {number_of(here)}: {_few(here)}\n    -> {command}"
 
 
 def stale_wheels(spec: NodeSpec, state: NodeState) -> list[str]:
@@ -287,7 +285,7 @@ def _wheels(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
         found = f"{sum(parts) / MB:.1f} MB of them" if any(parts) else "absent"
         tools = {wheel.file for wheel in spec.tools_wheels.wheels.values()}
         keys = [f"{'tool' if wheel.file in tools else 'distribution'} {wheel.distribution}" for wheel in sending]
-        what = f"{len(sending)} wheels, {sum(wheel.size for wheel in sending) / MB:.1f} MB"
+        what = f"{number_of(sending)}, {sum(wheel.size for wheel in sending) / MB:.1f} MB"
         yield Change(WHEELS, what, f"in {spec.paths.wheels}", found, keys=tuple(keys))
     if stale:
         size = sum(state.wheels[name] for name in stale) / MB

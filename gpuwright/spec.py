@@ -606,8 +606,13 @@ class NodeSpec:
         """The same of the tools' lock."""
         return self._gathered(self.tools_lock)
 
+    @property
+    def wheelhouse(self) -> Path:
+        """The folder of wheels on this machine."""
+        return REPOSITORY / Path(self.data.wheelhouse or "").expanduser()
+
     def _gathered(self, lock: Lock) -> Gathered:
-        return read_wheelhouse(REPOSITORY / (self.data.wheelhouse or ""), lock, self.stack, self.data.python)
+        return read_wheelhouse(self.wheelhouse, lock, self.stack, self.data.python)
 
     @property
     def proof_env(self) -> dict[str, str]:

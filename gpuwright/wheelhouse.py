@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,6 +143,11 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def number_of(wheels: Sized) -> str:
+    """`1 wheel`, `2 wheels`."""
+    return f"{len(wheels)} wheel{'' if len(wheels) == 1 else 's'}"
+
+
 def remedy(stack: Stack, python: str, folder: Path) -> str:
     """The command that fills a folder."""
     to = "" if folder == WHEELHOUSE else f" TO={folder}"
@@ -206,8 +211,8 @@ def _fetch(lock: Lock, names: list[str], stack: Stack, python: str, folder: Path
         ]  # fmt: skip
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
-            raise GpuwrightError(f"{stack.name} for Python {python}: not every wheel can be had:\n" + "\n".join(errors))
+            said = done.stderr[max(0, done.stderr.find("ERROR")) :].strip()
+            raise GpuwrightError(f"{stack.name} for Python {python}: not every wheel can be had:\n{said}")
         files = sorted(Path(temporary).glob("*.whl"))
         for path in files:
             path.replace(folder / path.name)

@@ -5,8 +5,12 @@ from operations.transport import make_transport
 stack = "sglang-0.5.9-cu128"  # catalog/stacks/
 tier = "baseline"  # one of the ladder's tiers, catalog/tiers/<stack>.yaml
 python = "3.12"  # the venv's; the stack says which are locked
-# Environment of uv and pip on the node: proxies (HTTPS_PROXY), mirrors (UV_DEFAULT_INDEX, PIP_INDEX_URL). It is seen in
-# the node's process list, so no credentials. UV_SYSTEM_CERTS: trust what the node trusts, a company's own CA included.
+# Where packages come from: the public index; another (index = "https://…/simple", index_credentials = "env:NAME"); or a
+# folder of wheels on this machine (wheelhouse = "wheelhouse", after `make wheelhouse`). docs/runtime.md.
+index = None
+wheelhouse = None
+# Environment of uv and pip on the node: proxies (HTTPS_PROXY), certificates. It is seen in the node's process list, so
+# no credentials. UV_SYSTEM_CERTS: trust what the node trusts, a company's own CA included.
 installer_env = {"UV_SYSTEM_CERTS": "1"}
 
 root = "/opt/gpuwright"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,18 @@ from pyinfra.api.host import Host
 from pyinfra.api.state import State
 from pyinfra.connectors.local import LocalConnector
 
-from gpuwright import REPOSITORY, node
+from gpuwright import node
 from gpuwright.plan import wheels_to_send
 from gpuwright.spec import NodeSpec
 from gpuwright.state import NodeState, last_line
-from gpuwright.wheelhouse import MB, Wheel
+from gpuwright.wheelhouse import MB, Wheel, number_of
 from operations.stage import address_of, ask, run, seen_already, specs
 
 BATCH = 512 * MB  # what is verified, and then handed on, at a time
 LINE_EVERY_S = 10
 PULLS = 3  # from one host at once
 POLL_S = 0.2
+BROKEN = (OSError, EOFError, paramiko.SSHException)  # as a connection may end
 
 
 class Rollout:
@@ -55,13 +56,12 @@ def bring(state: State, host: Host, spec: NodeSpec, found: NodeState) -> bool:
     """Have the wheels that `found` lacks on this host, verified. False, with the reason said, where that fails."""
     wanted = {wheel.sha256: wheel for wheel in wheels_to_send(spec, found)}
     local = isinstance(host.connector, LocalConnector)
-    folder = REPOSITORY / (spec.data.wheelhouse or "")
-    sizes = _answer(host, node.prepare_wheels(spec, found, str(folder) if local else None))
+    sizes = _answer(host, node.prepare_wheels(spec, found, str(spec.wheelhouse) if local else None))
     if sizes is None or not _all_right(host, sizes["wrong"]):
         return False
     if local or not wanted:
         return True
-    _note_holders(state)
+    _note_holders()
     parts: dict[str, int] = sizes["parts"]
     with _at_work(state):
         while wanted:
@@ -73,15 +73,15 @@ def bring(state: State, host: Host, spec: NodeSpec, found: NodeState) -> bool:
                 gevent.sleep(POLL_S)  # all that is left is on its way to another host
                 continue
             try:
-                if not _send(host, spec, folder, mine, parts):
+                if not _send(host, spec, mine, parts, last=len(mine) == len(wanted)):
                     return False
             finally:
                 _rollout.claims = {wheel: name for wheel, name in _rollout.claims.items() if name != host.name}
-            _have(host, mine, wanted)
+            _have(spec, mine, wanted)
     return True
 
 
-@contextmanager
+@contextlib.contextmanager
 def _at_work(state: State) -> Iterator[None]:
     """The last one who is at work here ends the servers."""
     _rollout.at_work += 1
@@ -93,18 +93,23 @@ def _at_work(state: State) -> Iterator[None]:
             servers, _rollout.servers = _rollout.servers, {}
             for name, server in servers.items():
                 if server:
-                    run(state.inventory.get_host(name), node.stop_serving_wheels(server))
+                    with contextlib.suppress(Exception):  # one that cannot be reached now ends by itself
+                        run(state.inventory.get_host(name), node.stop_serving_wheels(server))
 
 
 def _answer(host: Host, command: node.NodeCommand) -> dict[str, Any] | None:
     """What a script answers; None, with what it said, where it failed."""
-    succeeded, output = ask(host, command)
-    if not succeeded:
-        for line in (output.stdout or output.stderr).splitlines():
-            host.log(f"    {line}", logger.error)
-        return None
-    answer: dict[str, Any] = json.loads(last_line(output.stdout))
-    return answer
+    try:
+        succeeded, output = ask(host, command)
+        if succeeded:
+            answer: dict[str, Any] = json.loads(last_line(output.stdout))
+            return answer
+        said = output.stdout or output.stderr
+    except (*BROKEN, ValueError) as error:
+        said = str(error) or type(error).__name__
+    for line in said.splitlines():
+        host.log(f"    {line}", logger.error)
+    return None
 
 
 def _all_right(host: Host, wrong: dict[str, str]) -> bool:
@@ -115,7 +120,7 @@ def _all_right(host: Host, wrong: dict[str, str]) -> bool:
     return not wrong
 
 
-def _note_holders(state: State) -> None:
+def _note_holders() -> None:
     """What other hosts of the run had before: those that were deployed to earlier."""
     for peer in specs():
         seen = seen_already(peer.host)
@@ -127,10 +132,11 @@ def _note_holders(state: State) -> None:
                     _rollout.holders.setdefault(wheel.sha256, set()).add(peer.host)
 
 
-def _have(host: Host, wheels: Iterable[Wheel], wanted: dict[str, Wheel]) -> None:
+def _have(spec: NodeSpec, wheels: Iterable[Wheel], wanted: dict[str, Wheel]) -> None:
     for wheel in wheels:
         wanted.pop(wheel.sha256, None)
-        _rollout.holders.setdefault(wheel.sha256, set()).add(host.name)
+        if spec.data.wheels_from_peers:
+            _rollout.holders.setdefault(wheel.sha256, set()).add(spec.host)
 
 
 def _batch(wheels: Iterable[Wheel]) -> list[Wheel]:
@@ -152,32 +158,33 @@ def _claim(host: Host, spec: NodeSpec, wanted: dict[str, Wheel]) -> list[Wheel]:
     return mine
 
 
-def _send(host: Host, spec: NodeSpec, folder: Path, wheels: list[Wheel], parts: dict[str, int]) -> bool:
+def _send(host: Host, spec: NodeSpec, wheels: list[Wheel], parts: dict[str, int], *, last: bool) -> bool:
     """Send wheels from this machine, each from where it was left, and have them verified."""
     client = getattr(host.connector, "client", None)
     if client is None:
         host.log("    wheels are sent over SSH, and this host is reached by another connector", logger.error)
         return False
-    begun = last = time.monotonic()
+    begun = told = time.monotonic()
     total, sent = sum(wheel.size - parts.get(wheel.file, 0) for wheel in wheels), 0
     try:
         sftp = client.open_sftp()
         try:
             for wheel in wheels:
-                for count in _upload(sftp, folder / wheel.file, f"{spec.paths.wheels}/parts/{wheel.file}.part"):
+                part = f"{spec.paths.wheels}/parts/{wheel.file}.part"
+                for count in _upload(sftp, spec.wheelhouse / wheel.file, part):
                     sent += count
-                    if time.monotonic() > last + LINE_EVERY_S:
-                        last = time.monotonic()
+                    if time.monotonic() > told + LINE_EVERY_S:
+                        told = time.monotonic()
                         host.log(f"    {sent / MB:.0f} of {total / MB:.0f} MB sent", logger.info)
         finally:
             sftp.close()
-    except (OSError, EOFError, paramiko.SSHException) as error:
+    except BROKEN as error:
         said = str(error) or type(error).__name__
         host.log(f"    sending wheels over SFTP failed, and the next deploy goes on from there: {said}", logger.error)
         return False
-    answer = _answer(host, node.settle_wheels(spec, wheels))
+    answer = _answer(host, node.settle_wheels(spec, wheels, last=last))
     seconds = time.monotonic() - begun
-    host.log(f"    {len(wheels)} wheels, {sent / MB:.1f} MB from this machine in {seconds:.1f} s", logger.info)
+    host.log(f"    {number_of(wheels)}, {sent / MB:.1f} MB from this machine in {seconds:.1f} s", logger.info)
     return answer is not None and _all_right(host, answer["wrong"])
 
 
@@ -217,15 +224,16 @@ def _from_peer(state: State, host: Host, spec: NodeSpec, wanted: dict[str, Wheel
         server = _server_of(state, source)
         if server is None:
             return True
-        answer = _answer(host, node.pull_wheels(spec, wheels, server["address"], server["port"], server["token"]))
+        last = len(wheels) == len(wanted)
+        answer = _answer(host, node.pull_wheels(spec, wheels, server, last=last))
     finally:
         _rollout.pulls[source] -= 1
     answer = answer or {"came": [], "problem": "see above"}
     came = [wheel for wheel in wheels if wheel.file in answer["came"]]
-    _have(host, came, wanted)
+    _have(spec, came, wanted)
     if came:
         size, seconds = sum(wheel.size for wheel in came) / MB, time.monotonic() - begun
-        host.log(f"    {len(came)} wheels, {size:.1f} MB from {source} in {seconds:.1f} s", logger.info)
+        host.log(f"    {number_of(came)}, {size:.1f} MB from {source} in {seconds:.1f} s", logger.info)
     if answer["problem"]:
         _rollout.useless.add((source, host.name))
         host.log(f"    not from {source}, but from elsewhere: {answer['problem']}", logger.warning)

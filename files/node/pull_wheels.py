@@ -1,6 +1,7 @@
 """Fetch wheels from another node of the fleet, going on after what is there; each is verified before it has its name.
 
-REQUEST: folder, wheels [{"file", "size", "sha256"}], address, port, token. Answers {"came": [files], "problem"}.
+REQUEST: folder, wheels [{"file", "size", "sha256"}], last (whether no others are to come), address, port, token.
+Answers {"came": [files], "problem"}.
 """
 
 import http.client
@@ -24,6 +25,7 @@ def pull(row):
             if int(answer.headers.get("Content-Length", -1)) != row["size"] - before:
                 raise ValueError("its %s has another size" % row["file"])
             with open(part, "ab") as handle:
+                own(part)
                 shutil.copyfileobj(answer, handle, 1 << 20)
         except (OSError, http.client.HTTPException) as error:
             if getattr(error, "filename", None):  # of this node's disk
@@ -38,7 +40,7 @@ def pull(row):
 
 def main():
     came, problem = [], ""
-    os.makedirs(os.path.join(REQUEST["folder"], PARTS), 0o755, exist_ok=True)
+    last, REQUEST["last"] = REQUEST["last"], False
     for row in REQUEST["wheels"]:
         try:
             pull(row)
@@ -50,7 +52,8 @@ def main():
             problem = "%s came wrong: %s" % (row["file"], found[row["file"]])
             break
         came.append(row["file"])
-        os.makedirs(os.path.join(REQUEST["folder"], PARTS), 0o755, exist_ok=True)
+    if last and not problem:
+        tidy()
     answer_with({"came": came, "problem": problem})
 
 

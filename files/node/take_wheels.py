@@ -1,7 +1,8 @@
 """Wheels that come to this node: room for them, their names once they are whole, and a look before each installation.
 
-REQUEST: folder, action, wheels [{"file", "size", "sha256"}]; to prepare: stale [names in the folder], copy_from (where
-they lie on this machine, or None). Answers {"parts": {file: bytes}, "wrong": {file: what}}.
+REQUEST: folder, action, wheels [{"file", "size", "sha256"}], last (whether no others are to come); to prepare: stale
+[names in the folder], copy_from (where they lie on this machine, or None). Answers {"parts": {file: bytes}, "wrong":
+{file: what}}.
 """
 
 SPARE = 256 << 20
@@ -14,22 +15,19 @@ def prepare():
         if os.path.exists(os.path.join(folder, name)):
             os.unlink(os.path.join(folder, name))
     if not rows:
-        for path in (parts, folder):
-            try:
-                os.rmdir(path)
-            except OSError:
-                pass  # it is not empty, or not there
+        tidy()
+        if os.path.isdir(folder) and not os.listdir(folder):
+            os.rmdir(folder)
         return {}
     os.makedirs(folder, 0o755, exist_ok=True)
     os.makedirs(parts, 0o755, exist_ok=True)
-    owner = int(os.environ.get("SUDO_UID", os.geteuid()))
-    if os.geteuid() == 0:
-        # Through sudo, parts are written by the user who logs in, over SFTP.
-        for path in (parts, *(part_of(row) for row in rows)):
-            if os.path.exists(path):
-                os.chown(path, owner, -1)
-    elif owner != os.geteuid():
-        fail("wheels come by SFTP as uid %d, and this runs as uid %d: log in as that user" % (owner, os.geteuid()))
+    user = int(os.environ.get("SUDO_UID", os.geteuid()))
+    if os.geteuid() not in (0, user):
+        fail("wheels come by SFTP as uid %d, and this runs as uid %d: log in as that user" % (user, os.geteuid()))
+    own(parts)
+    for part in map(part_of, rows):
+        if os.path.exists(part):
+            own(part)
     for row in rows:
         if bytes_at(part_of(row)) > row["size"]:
             os.unlink(part_of(row))

@@ -11,6 +11,12 @@ def part_of(row):
     return os.path.join(REQUEST["folder"], PARTS, row["file"] + ".part")
 
 
+def own(path):
+    """Leave a part to the user who logs in, where this runs through his sudo: more of it may come over his SFTP."""
+    if os.geteuid() == 0 and "SUDO_UID" in os.environ:
+        os.chown(path, int(os.environ["SUDO_UID"]), -1)
+
+
 def bytes_at(path):
     """A file's size, 0 where there is none."""
     try:
@@ -36,7 +42,9 @@ def differences(pairs):
 
 
 def settle(rows):
-    """Give parts that are the lock's wheels their names, and remove those that are not: {file: what is wrong}."""
+    """Give parts that are the lock's wheels their names, and remove those that are not: {file: what is wrong}. When
+    these are the last that are to come, and they are right, the folder of parts goes, too.
+    """
     places = {row["file"]: os.path.join(REQUEST["folder"], row["file"]) for row in rows}
     # Where there is no part, another deploy has given it its name meanwhile.
     found = differences([(part_of(row) if os.path.exists(part_of(row)) else places[row["file"]], row) for row in rows])
@@ -49,8 +57,14 @@ def settle(rows):
             os.replace(part, places[row["file"]])
         elif row["file"] in found and bytes_at(part) >= row["size"]:
             os.unlink(part)  # no rest that comes can make it right
+    if REQUEST["last"] and not found:
+        tidy()
+    return found
+
+
+def tidy():
+    """Remove the folder of parts, where it is empty."""
     try:
         os.rmdir(os.path.join(REQUEST["folder"], PARTS))
     except OSError:
-        pass  # others are still to come
-    return found
+        pass
