@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The whole product on this machine's own GPU, without a network: adopt what is there, carry in the rest, serve, measure,
 # drift, crash. docs/gpu-h200.md shows what came of it; inventory/h200.py and group_data/h200.py say what is deployed.
-# usage: benchmarks/gpu.sh gather DIR   where a package index can be reached: all wheels that the machine will need
+# usage: benchmarks/gpu.sh gather DIR LIST  where a package index can be reached: all wheels that the machine needs beside
+#                                           what it has, which is LIST: its own `pip list --format json`
 #        benchmarks/gpu.sh prepare DIR  there: a control environment and the wheelhouse from DIR, and a random model
 #        benchmarks/gpu.sh deploy       doctor, then tier baseline: install, patch, serve, smoke; a second deploy; a check
 #        benchmarks/gpu.sh tiers        the other tiers, compared with it; baseline again
@@ -11,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 inventory=inventory/h200.py
-stack=sglang-0.5.12-cu130
+stack=sglang-0.5.12-cu130-triton
 python=/opt/torch/.venv/bin/python3 # what is adopted; it makes the control environment too
 export GPUWRIGHT_GPUS=${GPUWRIGHT_GPUS:-1} PYTHONDONTWRITEBYTECODE=1
 
@@ -39,7 +40,7 @@ case "${1:-}" in
 gather)
   to=${2:?DIR}
   mkdir -p "$to/control"
-  .venv/bin/python -m gpuwright wheelhouse "$stack" --python 3.12 --to "$to/wheelhouse"
+  .venv/bin/python -m gpuwright wheelhouse "$stack" --python 3.12 --to "$to/wheelhouse" --beside "${3:?LIST}"
   .venv/bin/python -m pip download --quiet --disable-pip-version-check --require-hashes --only-binary :all: \
     --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
     --platform manylinux_2_17_x86_64 --platform any --no-deps -r requirements.txt -d "$to/control"
@@ -88,7 +89,7 @@ report)
   .venv/bin/python -m gpuwright tiers "$(basename h200-llama)" || true
   ;;
 *)
-  sed -n '2,12s/^# \{0,1\}//p' "$0"
+  sed -n '2,13s/^# \{0,1\}//p' "$0"
   exit 64
   ;;
 esac

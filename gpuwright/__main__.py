@@ -15,11 +15,11 @@ from gpuwright.catalogue import Stack, flags_path, load_catalogue
 from gpuwright.cli import Parser
 from gpuwright.errors import GpuwrightError, nearest
 from gpuwright.flags import dump_flags, read_flags
-from gpuwright.lockfile import LOCKS, TOOLS_LOCK, compile_lock, lock_path
+from gpuwright.lockfile import LOCKS, TOOLS_LOCK, compile_lock, lock_path, read_lock
 from gpuwright.plan import examine_node
 from gpuwright.record import RESULTS, SCHEMA, Record, folder_name, read_record, read_records, schema
 from gpuwright.state import read_observation
-from gpuwright.wheelhouse import WHEELHOUSE, gather
+from gpuwright.wheelhouse import WHEELHOUSE, brought_by, gather
 from gpuwright.yamlfile import load_yaml, shown
 
 
@@ -37,6 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     wheels.add_argument("stack", metavar="STACK")
     wheels.add_argument("--python", required=True, metavar="3.X", help="the venv's Python")
     wheels.add_argument("--to", type=Path, default=WHEELHOUSE, metavar="FOLDER", help="default: wheelhouse/")
+    wheels.add_argument(
+        "--beside", type=Path, metavar="FILE",
+        help="leave out what an interpreter that is to be adopted has: what its `pip list --format json` printed",
+    )  # fmt: skip
     wheels.add_argument("--prune", action="store_true", help="remove wheels of no lock of files/locks/")
     for name, text in (
         ("lock", "compile the lock files of the stacks (needs the package index)"),
@@ -82,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.command == "lock":
             lock(_stacks(options.stacks))
         elif options.command == "wheelhouse":
-            print(gather(_stacks([options.stack])[0], options.python, options.to, prune=options.prune))
+            print(wheelhouse_command(options))
         elif options.command == "flags":
             flags(_stacks(options.stacks))
         elif options.command == "schema":
@@ -238,6 +242,17 @@ def _benchmark_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     report.add_argument("--results", type=Path, default=RESULTS, help="the folder of records (default: results/)")
     report.add_argument("--output", type=Path, default=Path("report.html"), help="default: report.html")
     commands.add_parser("schema", help="write the JSON schemas of records and drift reports to docs/schema/")
+
+
+def wheelhouse_command(options: argparse.Namespace) -> str:
+    """Gather a stack's wheels; what to say of it."""
+    (stack,) = _stacks([options.stack])
+    left_out: set[str] = set()
+    if options.beside:
+        lock = read_lock(lock_path(stack, options.python))
+        patched = {patch.distribution for patch in load_catalogue().patches_for(lock.versions)}
+        left_out = brought_by(options.beside, lock, patched)
+    return gather(stack, options.python, options.to, prune=options.prune, left_out=left_out)
 
 
 def judge_command(options: argparse.Namespace) -> int:

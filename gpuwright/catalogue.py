@@ -38,6 +38,13 @@ class Override(Row):
     source: str
 
 
+class LeftOut(Row):
+    """A distribution that the requirements bring and this stack does without, with the reason."""
+
+    distribution: DistributionName
+    why: str
+
+
 class Truth(Row):
     """Something that must be true of the installed stack: Python code whose last printed line must equal `expect`."""
 
@@ -82,6 +89,7 @@ class Stack(Row):
     published_before: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
     requirements: list[RequirementText] = Field(min_length=1)
     overrides: list[Override] = []
+    leaves_out: list[LeftOut] = []
     must_be_true: list[Truth] = []
     sources_only: bool = False
     toolchain: Toolchain

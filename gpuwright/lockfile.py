@@ -85,6 +85,7 @@ def inputs_digest(stack: Stack, python: str) -> str:
         "published_before": stack.published_before,
         "python": python,
         **({"sources_only": True} if stack.sources_only else {}),
+        **({"leaves_out": sorted(left.distribution for left in stack.leaves_out)} if stack.leaves_out else {}),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
@@ -103,6 +104,7 @@ def compile_lock(uv: Path, stack: Stack, python: str, workdir: Path) -> str:
         "--python-version", python, "--python-platform", stack.platform, "--exclude-newer", stack.published_before,
         "--generate-hashes", "--only-binary", ":all:", "--no-header", "--no-annotate", "--no-python-downloads",
         *(["--no-deps"] if stack.sources_only else []),
+        *(part for left in stack.leaves_out for part in ("--no-emit-package", left.distribution)),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

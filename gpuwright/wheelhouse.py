@@ -8,12 +8,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.tags import Tag, compatible_tags, cpython_tags
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
 from gpuwright import REPOSITORY
@@ -154,16 +154,32 @@ def remedy(stack: Stack, python: str, folder: Path) -> str:
     return f"make wheelhouse STACK={stack.name} PYTHON={python}{to}"
 
 
-def gather(stack: Stack, python: str, folder: Path, *, prune: bool) -> str:
-    """Have every wheel of a stack's lock and of the tools' in `folder`; says what was done. What is there already is
-    not asked for. `prune` removes wheels of no lock, which are named otherwise.
+def brought_by(listed: Path, lock: Lock, patched: Collection[str]) -> set[str]:
+    """What of a lock an interpreter that is to be adopted has in the lock's version, by its own `pip list --format
+    json`; not what carries patches. Raises GpuwrightError where the file is none.
+    """
+    try:
+        rows = {canonicalize_name(row["name"]): row["version"] for row in json.loads(listed.read_text("utf-8"))}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise GpuwrightError(f"{shown(listed)} does not hold what `pip list --format json` prints: {error}") from None
+    public = {name: version.partition("+")[0] for name, version in rows.items()}
+    return {
+        name
+        for name, version in lock.versions.items()
+        if name in public and name not in patched and _same(version.partition("+")[0], Version(public[name]))
+    }
+
+
+def gather(stack: Stack, python: str, folder: Path, *, prune: bool, left_out: Collection[str] = ()) -> str:
+    """Have every wheel of a stack's lock, less `left_out`, and of the tools' in `folder`; says what was done. What is
+    there already is not asked for. `prune` removes wheels of no lock, which are named otherwise.
 
     Raises GpuwrightError where one cannot be had.
     """
     if python not in stack.pythons:
         raise GpuwrightError(f"{stack.name} is locked for Python {', '.join(stack.pythons)}, not {python}")
     folder.mkdir(parents=True, exist_ok=True)
-    locks = [read_lock(lock_path(stack, python)), read_lock(TOOLS_LOCK)]
+    locks = [read_lock(lock_path(stack, python)).without(left_out), read_lock(TOOLS_LOCK)]
     fetched = 0
     for lock in locks:
         lacking = read_wheelhouse(folder, lock, stack, python).lacking

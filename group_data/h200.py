@@ -4,7 +4,7 @@ import os
 
 _gpus = int(os.environ.get("GPUWRIGHT_GPUS", "1"))  # 1 or 2, as benchmarks/gpu.sh says
 
-stack = "sglang-0.5.12-cu130"
+stack = "sglang-0.5.12-cu130-triton"
 ladder = "h200-llama" if _gpus == 1 else "h200-llama-tp2"
 device = "cuda"
 python = "3.12"
