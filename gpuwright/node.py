@@ -253,7 +253,7 @@ def install_tools(spec: NodeSpec) -> list[NodeCommand]:
         write_files(spec, [NodeFile(spec.paths.tools_lock_copy, spec.tools_lock.text)]),
         *_check_wheels(spec, spec.tools_lock.versions, tools=True),
         *_ask_index(spec, spec.tools_lock.versions),
-        _installing(spec, "sh -c", f"python3 -m venv --clear {tools} && {pip} 2>&1", login),
+        _installing(spec, "sh -c", f"python3 -B -m venv --clear {tools} && {pip} 2>&1", login),
     ]
 
 
@@ -383,7 +383,7 @@ def probe_patches(spec: NodeSpec) -> list[NodeCommand]:
 
 def _prove(spec: NodeSpec, stage: str, proofs: list[dict[str, Any]], value: str) -> list[NodeCommand]:
     request = {
-        "python": spec.python,
+        "python": [spec.python, *spec.python_options],
         "env": spec.proof_env,
         "proofs": proofs,
         "stamp": f"{spec.paths.run}/{stage}.json",
@@ -447,7 +447,7 @@ def provide_model(spec: NodeSpec) -> list[NodeCommand]:
         proxies = {k: v for k, v in given if k.lower().endswith("_proxy") or k.startswith("SSL_CERT_")}
         fixed = {"PATH": "/usr/bin:/bin", "HOME": spec.paths.run, "LANG": "C.UTF-8"}
         environment = [f"{name}={value}" for name, value in (fixed | proxies).items()]
-        python = shlex.join(["env", "-i", *environment, spec.python, "-I", "-u", "-"])
+        python = shlex.join(["env", "-i", *environment, spec.python, *spec.python_options, "-I", "-u", "-"])
         return [run_script("fetch_model", request, streamed=True, python=python)]
     return [run_script("tiny_model", {"path": spec.model_path, "model": spec.tiny_model}, spec=spec)]
 
@@ -572,7 +572,7 @@ def benchmark(spec: NodeSpec, run_id: str, runs_on: dict[str, str]) -> NodeComma
         ],
     }
     environment = [f"{name}={value}" for name, value in spec.environment(spec.tier).items()]
-    python = shlex.join(["env", "-i", *environment, spec.python, "-I", "-u", "-"])
+    python = shlex.join(["env", "-i", *environment, spec.python, *spec.python_options, "-I", "-u", "-"])
     return run_script("bench", request, spec=spec, streamed=True, python=python)
 
 

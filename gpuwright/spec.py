@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import posixpath
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -220,6 +221,15 @@ class NodeSpec:
         """The interpreter that the venv is made of, where one is named."""
         return self.data.adopt.interpreter if self.data.adopt else self.data.interpreter
 
+    @property
+    def python_options(self) -> list[str]:
+        """How the venv's interpreter is started: an adopted one's folders must get no compiled modules of ours."""
+        return ["-X", f"pycache_prefix={self._pycache}"] if self.data.adopt else []
+
+    @property
+    def _pycache(self) -> str:
+        return f"{self.cache}/pycache"
+
     @cached_property
     def patch_set_digest(self) -> str:
         """Over the ordered post-images."""
@@ -332,6 +342,8 @@ class NodeSpec:
     def environment(self, tier: Tier) -> dict[str, str]:
         """A tier's whole environment, in the order in which the launch script sets it."""
         path = [f"{self.paths.venv}/bin"]
+        if self.data.adopt:  # what it brings has its programs there, such as ninja
+            path.append(posixpath.dirname(self.data.adopt.interpreter))
         cuda: dict[str, str] = {}
         if self.data.cuda_home:
             path.append(f"{self.data.cuda_home}/bin")
@@ -340,6 +352,7 @@ class NodeSpec:
             "PATH": ":".join([*path, "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]),
             **cuda,
             **self.model_env,
+            **({"PYTHONPYCACHEPREFIX": self._pycache} if self.data.adopt else {}),
             "HOME": self.paths.run,
             "LANG": "C.UTF-8",
             "XDG_CACHE_HOME": f"{self.cache}/xdg",

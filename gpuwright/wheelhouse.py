@@ -159,7 +159,7 @@ def brought_by(listed: Path, lock: Lock, patched: Collection[str]) -> set[str]:
     json`; not what carries patches. Raises GpuwrightError where the file is none.
     """
     try:
-        rows = {canonicalize_name(row["name"]): row["version"] for row in json.loads(listed.read_text("utf-8"))}
+        rows = {str(canonicalize_name(row["name"])): row["version"] for row in json.loads(listed.read_text("utf-8"))}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise GpuwrightError(f"{shown(listed)} does not hold what `pip list --format json` prints: {error}") from None
     public = {name: version.partition("+")[0] for name, version in rows.items()}

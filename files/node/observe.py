@@ -134,6 +134,8 @@ def distribution(site, info, patched, build, kept, hashes):
         if path in patched:
             content[path] = recorded
             continue
+        if path.endswith(".pyc"):  # recorded by pip; Python itself writes it anew where it finds it stale
+            continue
         found["paths"].append(path)
         try:
             there = os.stat(full)

@@ -1,6 +1,6 @@
 """Run proofs in the venv, each in a process of its own, and stamp the result when all hold.
 
-REQUEST: python, env, proofs [{"id", "code", "expect"}], stamp (a file), value (what to stamp).
+REQUEST: python (with its options), env, proofs [{"id", "code", "expect"}], stamp (a file), value (what to stamp).
 A proof holds when its code ends with exit code 0 and, where `expect` is given, its last printed line equals it.
 """
 
@@ -19,7 +19,7 @@ def run(proof):
     env.update(FLASHINFER_WORKSPACE_BASE=WORKSPACE, HF_HOME=WORKSPACE)
     env.update(REQUEST["env"])
     done = subprocess.run(
-        [REQUEST["python"], "-I", "-"],
+        [*REQUEST["python"], "-I", "-"],
         input=proof["code"].encode(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -131,7 +131,7 @@ def test_install_tools(collect: Collect) -> None:
         f"env UV_SYSTEM_CERTS=1 {ROOT}/tools/bin/python -m pip install --quiet --disable-pip-version-check "
         f"--no-input --require-hashes -r {ROOT}/run/tools.lock.txt 2>&1"
     )
-    line = f"{LOCK}sh -c 'python3 -m venv --clear {ROOT}/tools && {pip}'{CONFLICT}"
+    line = f"{LOCK}sh -c 'python3 -B -m venv --clear {ROOT}/tools && {pip}'{CONFLICT}"
     assert install == NodeCommand(line, streamed=True)
 
 

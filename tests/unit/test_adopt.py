@@ -12,7 +12,7 @@ from gpuwright.errors import InputErrors
 from gpuwright.ladder import Evidence
 from gpuwright.lockfile import read_lock
 from gpuwright.node import adopt as adopt_commands
-from gpuwright.node import apply_patches, sync_venv
+from gpuwright.node import apply_patches, sync_venv, verify_runtime
 from gpuwright.patches import Action, decide
 from gpuwright.plan import plan, runs_on, server_actions
 from gpuwright.spec import NodeSpec
@@ -187,6 +187,16 @@ def test_the_commands() -> None:
     assert f'"torch": [\n   "{TORCH}",' in kept and request["remove"] == [f"{spec.paths.run}/runtime.json"]
     lock = request_of(sync_venv(spec, state)[0])["files"][0]["text"]
     assert lock == adopt.own_lock(spec, state).text
+
+
+def test_its_folders_get_no_compiled_modules_and_its_programs_are_found() -> None:
+    spec, own = spec_of(), lab_spec()
+    env = spec.environment(spec.tier)
+    assert env["PATH"].split(":")[:2] == [f"{spec.paths.venv}/bin", "/opt/vendor/bin"]
+    assert env["PYTHONPYCACHEPREFIX"] == f"{spec.cache}/pycache"
+    (proofs,) = verify_runtime(spec)
+    assert request_of(proofs)["python"] == [spec.python, "-X", f"pycache_prefix={spec.cache}/pycache"]
+    assert "PYTHONPYCACHEPREFIX" not in own.environment(own.tier) and own.python_options == []
 
 
 def test_patches_go_in_place_where_the_group_says_so_and_nothing_is_ever_installed_there() -> None:
