@@ -109,7 +109,10 @@ def observe(spec: NodeSpec, *, remember: bool = True) -> NodeCommand:
             "manifest": spec.paths.model_manifest,
             "tensors": [spec.tier.needs.model_tensor] if spec.tier.needs.model_tensor else [],
         },
-        "patched": sorted({patch.file for patch in spec.series}),
+        "patched": sorted(
+            # A file that no entry is made for in this version is held against its RECORD, as every other one.
+            {patch.file for patch in spec.series if patch.covers(spec.lock.versions.get(patch.distribution))}
+        ),
         "manifest": spec.paths.manifest,
         "originals": spec.paths.originals,
         "deep": spec.data.integrity == "deep",
@@ -304,7 +307,7 @@ def _patch_request(spec: NodeSpec, state: NodeState, decisions: list[Decision]) 
     return {
         "site": state.venv.site if state.venv else spec.paths.venv,
         "originals": spec.paths.originals,
-        "files": [each.file.request() for each in decisions],
+        "files": [each.file.request(each.action) for each in decisions],
     }
 
 

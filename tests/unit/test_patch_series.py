@@ -57,6 +57,7 @@ ACTIONS = {
     FileState.ABSENT: (Action.REINSTALL, Action.REINSTALL, Action.NOTHING, Action.NOTHING),
     FileState.FOREIGN: (Action.STOP, Action.STOP, Action.STOP, Action.STOP),
     FileState.WRONG_VERSION: (Action.STOP, Action.STOP, Action.STOP, Action.STOP),
+    FileState.FIXED: (Action.FORGET, Action.FORGET, Action.FORGET, Action.FORGET),
 }
 
 

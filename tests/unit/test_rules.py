@@ -30,7 +30,7 @@ PP = {"pp-size": 2, "disable-overlap-schedule": True}
 DEFAULT = {"without": ["disable-piecewise-cuda-graph"]}  # of 0.5.12: on
 ENFORCED = {"enforce-piecewise-cuda-graph": True}
 
-# id: (what keeps the rule, what breaks it); each as changes of the GPU ladder's own: args, env, without, or the ladder's;
+# id: (what keeps the rule, what breaks it); each as changes of the GPU ladder's own: args, env, without, or the ladder.
 # `on` names another ladder. Judged on every stack whose engine the rule is for.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kv-cache-dtype": ({"args": {"kv-cache-dtype": "bfloat16"}}, {"without": ["kv-cache-dtype"]}),
