@@ -32,6 +32,7 @@ class ServerArgs:
         parser.add_argument("--size", type=int, default=ServerArgs.size)
         parser.add_argument("--fraction", type=float)
         parser.add_argument("--on", action="store_true")
+        parser.add_argument("--either", action=argparse.BooleanOptionalAction)
         parser.add_argument("--backend", choices=CHOICES)
         parser.add_argument("--level", type=int, choices=[1, 2])
         parser.add_argument("--computed", choices=COMPUTED)
@@ -60,6 +61,7 @@ def test_definitions_are_read_by_every_name(package: Path) -> None:
         "backend": Flag("backend", choices=("a", "b")),
         "computed": Flag("computed"),
         "config": Flag("config", type="json"),
+        "either": Flag("either", switch=True),
         "ep": Flag("ep", type="int", same_as="ep-size"),
         "ep-size": Flag("ep-size", type="int"),
         "expert-size": Flag("expert-size", type="int", same_as="ep-size"),
