@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command = commands.add_parser("diagnose", help="say why a server ended, by its log")
     command.add_argument("log", metavar="LOGFILE", help="any log of an SGLang server; - for stdin")
+    command.add_argument("--stack", help="by what is known of this stack's engine (default: of any)")
     command.add_argument("--json", action="store_true", help="print JSON")
     doctor = commands.add_parser(
         "doctor",
@@ -180,7 +181,13 @@ def diagnose_command(options: argparse.Namespace) -> int:
     except OSError as error:
         raise GpuwrightError(f"{options.log} cannot be read: {error.strerror}") from None
     log = data.decode("utf-8", "replace")
-    found = diagnose.diagnose(log, load_catalogue().signatures)
+    catalogue = load_catalogue()
+    if options.stack and options.stack not in catalogue.stacks:
+        raise GpuwrightError(f'there is no stack "{options.stack}"; {nearest(options.stack, catalogue.stacks)}')
+    signatures = catalogue.signatures
+    if options.stack:
+        signatures = signatures.of(catalogue.stacks[options.stack].engine_pin)
+    found = diagnose.diagnose(log, signatures)
     answer = diagnose.as_json(found, options.log)
     print(json.dumps(answer, indent=1) if options.json else diagnose.report(found, options.log))
     return 2 if found.verdict == "unknown" else 0
@@ -418,10 +425,9 @@ def flags(stacks: list[Stack]) -> None:
     """Write the flags file of every given stack, from the source in its engine's pinned wheel."""
     for stack in stacks:
         with tempfile.TemporaryDirectory() as folder:
-            pin = f"{stack.engine}=={stack.engine_version}"
-            command = [str(_uv()), "pip", "install", "--quiet", "--no-deps", "--target", folder, pin]
+            command = [str(_uv()), "pip", "install", "--quiet", "--no-deps", "--target", folder, stack.engine_pin]
             if subprocess.run(command).returncode:
-                raise GpuwrightError(f"{pin} could not be fetched from the package index")
+                raise GpuwrightError(f"{stack.engine_pin} could not be fetched from the package index")
             text = dump_flags(stack.engine, stack.engine_version, read_flags(Path(folder) / stack.engine))
         flags_path(stack).write_text(text, encoding="utf-8")
         print(f"wrote {shown(flags_path(stack))}")

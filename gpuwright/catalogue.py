@@ -94,6 +94,11 @@ class Stack(Row):
     sources_only: bool = False
     toolchain: Toolchain
 
+    @property
+    def engine_pin(self) -> str:
+        """`sglang==0.5.9`."""
+        return f"{self.engine}=={self.engine_version}"
+
     @model_validator(mode="after")
     def _nothing_runs(self) -> Stack:
         if self.sources_only and (self.must_be_true or self.overrides):
@@ -218,7 +223,7 @@ def load_catalogue(catalog: Path = CATALOG, patches: Path = PATCHES) -> Catalogu
     checks, in_checks = load_yaml(catalog / "checks.yaml", Checks)
     system, in_system = load_yaml(catalog / "system.yaml", SystemRows)
     flags = {name: load_flags(flags_path(stack)) for name, stack in stacks.items()}
-    engines = {name: f"{stack.engine}=={stack.engine_version}" for name, stack in stacks.items()}
+    engines = {name: stack.engine_pin for name, stack in stacks.items()}
     patch_ids = {patch.id for patch in series.patches}
     errors = rule_errors(rules.rules, in_rules, engines, flags)
     ladders: dict[str, dict[str, Ladder]] = {}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from gpuwright.errors import InputError, nearest
-from gpuwright.fields import RegexText, Slug
+from gpuwright.fields import RegexText, RequirementText, Slug, requirement_covers
 from gpuwright.yamlfile import Loc, Origin, Row
 
 TAIL = 30
@@ -22,10 +22,11 @@ class Signature(Row):
     A `cause` names what is wrong. A `wrapper` is what causes hide behind, an `echo` one process telling of another's
     end; a `notice` is telling, not fatal.
     `prevented_by`: what of gpuwright keeps it from happening, as `patch:<id>`, `setting:<id>`, `rule:<id>`,
-    `preflight`, `lock`, `launcher`, `model` or `integrity`.
+    `preflight`, `lock`, `launcher`, `model` or `integrity`. `engine`: where it is for some versions alone.
     """
 
     id: Slug
+    engine: RequirementText | None = None
     kind: Literal["cause", "wrapper", "echo", "notice"]
     pattern: RegexText
     cause: str
@@ -47,6 +48,11 @@ class Signatures(Row):
     phases: list[Phase] = []
     ignore: list[RegexText] = []
     signatures: list[Signature] = Field(min_length=1)
+
+    def of(self, engine: str) -> Signatures:
+        """What is for this engine ("sglang==0.5.9")."""
+        fitting = [each for each in self.signatures if each.engine is None or requirement_covers(each.engine, engine)]
+        return self.model_copy(update={"signatures": fitting})
 
 
 _PLAIN = ("preflight", "lock", "launcher", "model", "integrity")
@@ -272,7 +278,7 @@ def as_json(found: Diagnosis, log: str) -> dict[str, Any]:
     """A diagnosis as JSON, for `--json`."""
 
     def match(one: Match) -> dict[str, Any]:
-        return {**one.signature.model_dump(exclude={"pattern"}), "number": one.number, "line": one.line}
+        return {**one.signature.model_dump(exclude={"pattern", "engine"}), "number": one.number, "line": one.line}
 
     return {
         "verdict": found.verdict,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Annotated
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -39,6 +40,13 @@ def _canonical(text: str) -> str:
     if canonicalize_name(text) != text:
         raise ValueError(f"is not the canonical name of a distribution: write {canonicalize_name(text)}")
     return text
+
+
+@cache
+def requirement_covers(requirement: str, pin: str) -> bool:
+    """Whether a requirement ("sglang>=0.5.9,<0.5.13") holds for a pin ("sglang==0.5.9")."""
+    wanted, name, version = Requirement(requirement), *pin.split("==")
+    return wanted.name == name and wanted.specifier.contains(version, prereleases=True)
 
 
 RequirementText = Annotated[str, AfterValidator(_requirement)]

@@ -127,7 +127,10 @@ def observe(spec: NodeSpec, *, remember: bool = True) -> NodeCommand:
             "manifest": spec.paths.model_manifest,
             "tensors": [spec.tier.needs.model_tensor] if spec.tier.needs.model_tensor else [],
         },
-        "patched": sorted({patch.file for patch in spec.series}),
+        "patched": sorted(
+            # A file that no entry is made for in this version is held against its RECORD, as every other one.
+            {patch.file for patch in spec.series if patch.covers(spec.lock.versions.get(patch.distribution))}
+        ),
         "manifest": spec.paths.manifest,
         "originals": spec.paths.originals,
         "wheels": spec.paths.wheels,
@@ -424,7 +427,10 @@ def keep_foreign(spec: NodeSpec, state: NodeState, decisions: list[Decision]) ->
 def _patch_request(spec: NodeSpec, state: NodeState, decisions: list[Decision]) -> dict[str, Any]:
     return {
         "originals": spec.paths.originals,
-        "files": [{"site": site_of(spec, state, each.file.distribution), **each.file.request()} for each in decisions],
+        "files": [
+            {"site": site_of(spec, state, each.file.distribution), **each.file.request(each.action)}
+            for each in decisions
+        ],
     }
 
 

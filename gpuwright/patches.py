@@ -24,6 +24,7 @@ class FileState(Enum):
     FOREIGN = "foreign"
     ABSENT = "absent"
     WRONG_VERSION = "of a version the patch is not made for"
+    FIXED = "of a version that upstream is to have fixed"
 
 
 class Action(Enum):
@@ -33,6 +34,7 @@ class Action(Enum):
     APPLY = "apply the patches from where it stands"
     REDO = "apply the patches to the kept original"
     RESTORE = "put the kept original back"
+    FORGET = "forget what it carried"
     REINSTALL = "install its distribution anew, then apply the patches"
     REPLACE = "keep a copy, install its distribution anew, then apply the patches"
     STOP = "stop the host and leave it as it is"
@@ -84,6 +86,8 @@ class PatchedFile:
             return Action.REPLACE if replace else Action.STOP
         if found is FileState.WRONG_VERSION:
             return Action.STOP
+        if found is FileState.FIXED:
+            return Action.FORGET
         if self.chain:
             redo = Action.REDO if original_kept else Action.REINSTALL
             return {
@@ -97,7 +101,7 @@ class PatchedFile:
             return Action.RESTORE if original_kept else Action.REINSTALL
         return Action.NOTHING  # pristine, as it should be; or absent, with its distribution
 
-    def request(self) -> dict[str, Any]:
+    def request(self, action: Action) -> dict[str, Any]:
         """This file's part of the request to files/node/patch_files.py."""
         steps = [
             {"id": patch.id, "pre": patch.pre_sha256, "post": patch.post_sha256, "diff": read_diff(patch)}
@@ -108,6 +112,7 @@ class PatchedFile:
             "distribution": self.distribution,
             "pristine": self.pristine,
             "known": sorted(self.known),
+            "forget": action is Action.FORGET,
             "steps": steps,
         }
 
@@ -162,7 +167,10 @@ def decide(spec: NodeSpec, state: NodeState) -> list[Decision]:
         version = found_versions.get(file.distribution)
         found = file.state(state.patched.get(file.path), version)
         if found is FileState.FOREIGN and not file.chain and version and not _made_for(spec, file.path, version):
-            continue  # of a version that no entry is made for: nothing is wanted of it, and its hash is not ours
+            # Nothing is wanted of it, and its hash is not ours; the manifest may still tell of the version before.
+            if file.path in state.manifest:
+                decisions.append(Decision(file, FileState.FIXED, Action.FORGET))
+            continue
         replace = spec.data.patches_foreign == "replace"
         action = file.action(found, original_kept=file.pristine in state.originals, replace=replace)
         if action in (Action.REINSTALL, Action.REPLACE) and file.distribution in others:

@@ -447,8 +447,14 @@ def _apply(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[C
         seen, keys = state.patched.get(file.path), (f"patched {file.path}",)
         holds = seen.sha256[:16] if seen and each.state is not FileState.PRISTINE else ""  # as patches are declared
         wanted, goal = (f"by {file.names}", "applied") if file.chain else ("without patches", "pristine")
+        fixed = ", ".join(patch.id for patch in spec.uncovered if patch.file == file.path)
+        if fixed and not file.chain:
+            wanted, goal = f"without {fixed}", "as upstream has it"
         if each.file.distribution in touched:
-            if file.chain:
+            if fixed and file.path in state.manifest:
+                said = "patched; its distribution is installed first"
+                yield Change(APPLY, f"{file.path} {wanted}", goal, said, follows=True)
+            elif file.chain:
                 done, so = each.action is Action.NOTHING, "its distribution is installed first"
                 said = so if done else f"{each.state.value}; {so}"
                 yield Change(APPLY, f"{file.path} {wanted}", goal, said, follows=done, keys=keys, holds=holds)

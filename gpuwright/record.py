@@ -205,7 +205,7 @@ def make_record(
         "inventory_host": spec.host,
         "gpu_count": spec.ladder.tp if spec.data.device == "cuda" else 0,
         "stack": spec.stack.name,
-        "engine": f"{spec.stack.engine}=={spec.stack.engine_version}",
+        "engine": spec.stack.engine_pin,
         "ladder": spec.data.ladder,
         "tier": spec.tier.name,
         "reference": base.name,

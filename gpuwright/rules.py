@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any
 
 from jinja2 import nodes
-from packaging.requirements import Requirement
 from pydantic import Field
 
 from gpuwright import expressions
 from gpuwright.errors import InputError, nearest
-from gpuwright.fields import RequirementText, Slug
+from gpuwright.fields import RequirementText, Slug, requirement_covers
 from gpuwright.flags import Flag
 from gpuwright.ladder import Ladder, Tier
 from gpuwright.yamlfile import Loc, Origin, Row
@@ -57,7 +55,7 @@ def rule_errors(
         if rule.id in seen:
             errors.append(origin.error((*loc, "id"), f'"{rule.id}" is used twice'))
         seen.add(rule.id)
-        covered = [stack for stack, pin in engines.items() if covers(rule.engine, pin)]
+        covered = [stack for stack, pin in engines.items() if requirement_covers(rule.engine, pin)]
         known = {flag.replace("-", "_") for stack in covered for flag in flags[stack]}
         for key in ("when", "require"):
             found, tree = expressions.problems(origin, (*loc, key), getattr(rule, key), NAMES)
@@ -68,13 +66,6 @@ def rule_errors(
                     problem = f"{rule.engine} has no argument {node.attr.replace('_', '-')}"
                     errors.append(origin.error((*loc, key), problem, nearest(node.attr, known)))
     return errors
-
-
-@cache
-def covers(engine: str, pin: str) -> bool:
-    """Whether a requirement ("sglang>=0.5.9,<0.5.13") holds for a pin ("sglang==0.5.9")."""
-    wanted, name, version = Requirement(engine), *pin.split("==")
-    return wanted.name == name and wanted.specifier.contains(version, prereleases=True)
 
 
 def broken(rules: Iterable[Rule], ladder: Ladder, tier: Tier, engine: str) -> list[Rule]:
@@ -98,7 +89,9 @@ def broken(rules: Iterable[Rule], ladder: Ladder, tier: Tier, engine: str) -> li
         concerns = expressions.holds(rule.when, context)
         return concerns is False or bool(concerns and expressions.holds(rule.require, context))
 
-    return [rule for rule in rules if rule.id not in waived and covers(rule.engine, engine) and not kept(rule)]
+    return [
+        rule for rule in rules if rule.id not in waived and requirement_covers(rule.engine, engine) and not kept(rule)
+    ]
 
 
 def _written(rule: Rule, at: Loc, origin: Origin) -> Loc:

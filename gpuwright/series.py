@@ -153,7 +153,10 @@ def listing(rows: list[Checked]) -> str:
         lines = [
             f"{patch.id}  ({patch.status})",
             f"    on      {patch.distribution} {patch.versions}, {patch.file}",
-            *(f"    stack   {stack}, {said}" for stack, said in row.stacks.items()),
+            *(
+                f"    stack   {', '.join(stack for stack in row.stacks if row.stacks[stack] == said)}, {said}"
+                for said in dict.fromkeys(row.stacks.values())
+            ),
             f"    tiers   {', '.join(row.tiers) or 'none names it'}",
             f"    wheel   {'PROBLEM: ' if row.problem else ''}{row.wheel}",
             f"    remove  when {patch.remove_when}"

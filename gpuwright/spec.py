@@ -724,7 +724,7 @@ def build_spec(
         tools_lock=read_lock(TOOLS_LOCK),
         patches=patches,
         flags=catalogue.flags[stack.name],
-        signatures=catalogue.signatures,
+        signatures=catalogue.signatures.of(stack.engine_pin),
         acceptance=catalogue.acceptance,
         checks=catalogue.checks,
         system=declared(catalogue.system, values.system),

@@ -99,6 +99,9 @@ class _Scope:
         return None
 
 
+SWITCHES = ("store_true", "store_false", "argparse.BooleanOptionalAction", "DeprecatedStoreTrueAction")
+
+
 def _flags_of(call, scope, fields):
     names = [a.value[2:] for a in call.args if isinstance(a, ast.Constant) and str(a.value).startswith("--")]
     keywords = {k.arg: k.value for k in call.keywords if k.arg}
@@ -112,7 +115,7 @@ def _flags_of(call, scope, fields):
         {
             "name": name,
             "type": kind if kind in ("str", "int", "float", "json") else "str",
-            "switch": action in ("store_true", "store_false"),
+            "switch": action in SWITCHES,
             "many": "nargs" in keywords or action in ("append", "LoRAPathAction"),
             "choices": allowed or [],
             "same_as": "" if name == right else right,

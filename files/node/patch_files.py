@@ -1,12 +1,12 @@
 """Bring files of the venv from one known content to another, by hash.
 
 REQUEST: originals, manifest, stamp, files [{"site" (the folder that "path" is below), "path", "distribution",
-"pristine", "known", "steps": [{"id", "pre", "post", "diff"}]}].
+"pristine", "known", "forget", "steps": [{"id", "pre", "post", "diff"}]}].
 A file that is at the pre-image of a step is taken through it and all after it. One that holds another content of ours
-(`known`) starts anew from the kept original. Without steps the original is put back. Anything else is
-refused and left as it is. The order of writes is such that a kill between any two leaves a state the next run finishes:
-the original is kept before the file is replaced, and the manifest names a file before it carries a patch and until it
-no longer does.
+(`known`) starts anew from the kept original. Without steps the original is put back. One that is to be forgotten is not
+looked at: it is of another version by now, and only the manifest still names it. Anything else is refused and left as
+it is. The order of writes is such that a kill between any two leaves a state the next run finishes: the original is
+kept before the file is replaced, and the manifest names a file before it carries a patch and until it no longer does.
 """
 
 
@@ -53,6 +53,10 @@ def replace(path, content):
 
 
 def patch(item):
+    if item["forget"]:
+        note(item, None)
+        print("forgot %s" % item["path"])
+        return
     path = os.path.join(item["site"], item["path"])
     try:
         with open(path, "rb") as handle:

@@ -171,6 +171,15 @@ def test_a_log_without_a_crash_is_called_so() -> None:
     assert diagnose("", SIGNATURES).verdict == "none"
 
 
+def test_what_is_known_of_one_engine_is_not_told_of_another() -> None:
+    log = (CRASHES / "dynamo-posix-stat.log").read_text()
+    for engine, verdict in (("sglang==0.5.9", "known"), ("sglang==0.5.12.post1", "unknown")):
+        assert diagnose(log, SIGNATURES.of(engine)).verdict == verdict
+    assert len(SIGNATURES.of("sglang==0.5.9").signatures) == len(ROWS)
+    line = "[2026-11-30 04:32:32 TP0] Disable piecewise CUDA graph because --disable-piecewise-cuda-graph is set\n"
+    assert diagnose(line + FIRED_UP, SIGNATURES).cause is None, "of 0.5.12: as it was asked for"
+
+
 def command(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "gpuwright", "diagnose", *arguments],
@@ -186,5 +195,8 @@ def test_the_command_diagnoses_any_log(tmp_path: Path) -> None:
     assert "[libnuma-missing]" in known.stdout and "my.own.WeightMismatch" in unknown.stdout
     answer = json.loads(command(str(path), "--json").stdout)
     assert answer["verdict"] == "known" and answer["cause"]["id"] == "libnuma-missing" and answer["log"] == str(path)
+    path.write_text((CRASHES / "dynamo-posix-stat.log").read_text())
+    of = [command(str(path), "--stack", name).returncode for name in ("sglang-0.5.9-cu128", "sglang-0.5.12-cu130", "x")]
+    assert of == [0, 2, 1]
     absent = command(str(tmp_path / "absent.log"))
     assert absent.returncode == 1 and "cannot be read: No such file or directory" in absent.stderr

@@ -1,4 +1,4 @@
-"""`tiers record`: a run becomes evidence as a diff of its stack's tiers file that keeps every comment and reads back."""
+"""`tiers record`: a run becomes evidence as a diff of its stack's tiers, which keeps every comment and reads back."""
 
 from __future__ import annotations
 

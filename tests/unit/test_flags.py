@@ -10,6 +10,7 @@ import pytest
 
 from gpuwright.catalogue import flags_path, load_catalogue
 from gpuwright.flags import Flag, dump_flags, installed_proof, load_flags, problem_with, read_flags
+from tests.make import catalogue
 
 PARSERS = """
 class Parsers:
@@ -31,6 +32,7 @@ class ServerArgs:
         parser.add_argument("--size", type=int, default=ServerArgs.size)
         parser.add_argument("--fraction", type=float)
         parser.add_argument("--on", action="store_true")
+        parser.add_argument("--either", action=argparse.BooleanOptionalAction)
         parser.add_argument("--backend", choices=CHOICES)
         parser.add_argument("--level", type=int, choices=[1, 2])
         parser.add_argument("--computed", choices=COMPUTED)
@@ -59,6 +61,7 @@ def test_definitions_are_read_by_every_name(package: Path) -> None:
         "backend": Flag("backend", choices=("a", "b")),
         "computed": Flag("computed"),
         "config": Flag("config", type="json"),
+        "either": Flag("either", switch=True),
         "ep": Flag("ep", type="int", same_as="ep-size"),
         "ep-size": Flag("ep-size", type="int"),
         "expert-size": Flag("expert-size", type="int", same_as="ep-size"),
@@ -120,3 +123,10 @@ def test_the_pinned_engine_has_what_the_research_says() -> None:
     assert flags["tp-size"].type == flags["tensor-parallel-size"].type == "int"
     assert flags["ep"].same_as == flags["expert-parallel-size"].same_as == "ep-size" and not flags["ep-size"].same_as
     assert "glm45" in flags["reasoning-parser"].choices and "glm47" in flags["tool-call-parser"].choices
+
+
+def test_the_newer_engine_has_other_arguments() -> None:
+    flags = catalogue().flags["sglang-0.5.12-cu130"]
+    assert flags["disable-piecewise-cuda-graph"].switch and flags["enforce-piecewise-cuda-graph"].switch
+    assert flags["enable-piecewise-cuda-graph"].deprecated, "they are on by default"
+    assert flags["max-total-tokens"].type == "int" and "flashinfer_cutedsl" in flags["fp4-gemm-backend"].choices

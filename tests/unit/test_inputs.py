@@ -110,6 +110,68 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
     assert "quantization: 'x' is not a choice" in message and "trust: the pinned engine has no such flag" in message
 
 
+ENTRY = """\
+  - id: {id}
+    status: active
+    distribution: flashinfer-python
+    versions: "{versions}"
+    file: flashinfer/jit/cpp_ext.py
+    diff: flashinfer-cuda-version-from-torch.diff
+    pre_sha256: {pre}
+    post_sha256: {post}
+    probe: flashinfer-gdc.probe.py
+    why: x
+    upstream: https://example.org
+    forwarded: false
+    remove_when: x
+"""
+HEAD = next(patch.post_sha256 for patch in catalogue().patches if patch.file == "flashinfer/jit/cpp_ext.py")
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([("second", HEAD, "==0.6.3")], None),
+        ([("second", "e" * 64, "==0.6.3")], "cpp_ext.py (stack sglang-0.5.9-cu128)"),
+        ([("second", "e" * 64, "==0.6.11.post1")], None),  # another file, of which it is the first patch
+        (
+            [("second", "e" * 64, ">=0.6.3")],
+            "is not the post-image of flashinfer-cuda-version-from-torch, the patch before",
+        ),
+        ([("second", "e" * 64, "==0.6.11.post1"), ("third", HEAD, "==0.6.3")], None),
+        (
+            [("second", "e" * 64, "==0.6.11.post1"), ("third", HEAD, ">=0.6.3")],
+            "the patch before it on flashinfer/jit/",
+        ),
+        ([("flashinfer-cuda-version-from-torch", "e" * 64, "==0.6.11.post1")], None),  # the same change, later
+        ([("flashinfer-cuda-version-from-torch", HEAD, "==0.6.3")], "is used twice for flashinfer-python 0.6.3"),
+    ],
+)
+def test_the_patches_of_one_file_form_a_chain_on_every_stack(
+    tmp_path: Path, entries: list[tuple[str, str, str]], said: str | None
+) -> None:
+    patches = tmp_path / "patches"
+    shutil.copytree(PATCHES, patches)
+    path = patches / "series.yaml"
+    rows = [ENTRY.format(id=name, pre=pre, post="f" * 64, versions=versions) for name, pre, versions in entries]
+    before, settings = path.read_text().split("\n# Changes of behaviour that need no patch")
+    path.write_text("\n".join([before, *rows, "# Changes of behaviour that need no patch" + settings]))
+    if said is None:
+        assert len(load_catalogue(patches=patches).patches) == len(catalogue().patches) + len(entries)
+    else:
+        with pytest.raises(InputErrors) as caught:
+            load_catalogue(patches=patches)
+        assert said in str(caught.value) and f"patches[{len(catalogue().patches) + len(entries) - 1}]" in str(
+            caught.value
+        )
+
+
+def test_a_setting_is_asked_for_on_the_stacks_whose_version_needs_it(tmp_path: Path) -> None:
+    message = edited(tmp_path, SERIES, "versions: <0.6.8", "versions: <0.7")
+    assert "ladder glm5-nvfp4 of stack sglang-0.5.12-cu130 does not set FLASHINFER_EXTRA_CUDAFLAGS" in message
+    assert "sglang-0.5.9" not in message
+
+
 def test_an_empty_and_a_missing_file(tmp_path: Path) -> None:
     shutil.copytree(CATALOG, tmp_path / "catalog")
     tiers = tmp_path / "catalog" / "tiers" / "sources-only.yaml"

@@ -262,6 +262,82 @@ def test_a_difference_is_a_line_for_each_change() -> None:
     assert "- env SGLANG_ENABLE_SPEC_V2 True" in command("diff", "mtp", "baseline").stdout
 
 
+OLD, NEW = "sglang-0.5.9-cu128", "sglang-0.5.12-cu130"
+
+
+def test_stacks_differ_by_what_a_host_that_moves_would_get() -> None:
+    said = command("diff", "--stacks", OLD, NEW, "glm5-nvfp4")
+    assert said.returncode == 0, said.stderr
+    lines = said.stdout.splitlines()
+    assert lines[:3] == [f"{OLD} -> {NEW}", "", "glm5-nvfp4:"] and "h200-llama" not in said.stdout
+    common = lines[lines.index("  every tier:") + 1 : lines.index("  piecewise:")]
+    assert "    + --disable-piecewise-cuda-graph" in common
+    assert "    - env FLASHINFER_EXTRA_CUDAFLAGS -DCUTLASS_ENABLE_GDC_FOR_SM100=1" in common
+    own = lines[lines.index("  piecewise:") + 1 : lines.index("  piecewise-ep8:")]
+    assert "    - --enable-piecewise-cuda-graph" in own and "    + --enforce-piecewise-cuda-graph" in own
+    assert "    - needs patch flashinfer-fp4-quantize-opaque-op" in own
+    assert "    not + --disable-piecewise-cuda-graph" in own, "what is true of the others alone"
+    assert any("on sglang-0.5.9-cu128 blocked no more" in line for line in own)
+    assert "  ep8:" not in lines, "a tier that differs by nothing of its own is not listed"
+    assert max(map(len, lines)) <= 120
+
+
+def test_stacks_are_compared_ladder_by_ladder() -> None:
+    there, back = (command("diff", "--stacks", *stacks).stdout for stacks in ((OLD, NEW), (NEW, OLD)))
+    assert f"only in {NEW}: h200-llama, h200-llama-tp2" in there and f"only in {NEW}: h200-llama" in back
+    assert "\nmtp" not in there and "  mtp:\n    - env SGLANG_ENABLE_SPEC_V2 True" in there
+    same = command("diff", "--stacks", OLD, OLD, "lab-cpu").stdout
+    assert same == f"{OLD} -> {OLD}\n\nlab-cpu:\n  no difference\n"
+
+
+def test_stacks_with_other_tiers_and_another_standing() -> None:
+    evidence = Evidence(seen="2026-12-01", what="it was fast", versions={"sglang": "0.5.12.post1"}, patch_set="none")
+    ladder = catalogue().ladders[NEW]["lab-cpu"]
+    first, *rest = ladder.tiers[:-1]
+    works = first.model_copy(update={"status": "works", "evidence": [evidence], "env": {"A": "1"}})
+    tiers_of = [works, *rest, first.model_copy(update={"name": "extra"})]
+    ladders = {"lab-cpu": ladder.model_copy(update={"tp": 2, "tiers": tiers_of})}
+    changed = replace(catalogue(), ladders=catalogue().ladders | {NEW: ladders})
+    lines = tiers.between_stacks(changed, OLD, NEW, "lab-cpu").splitlines()
+    assert "    ~ tp 1 -> 2" in lines and "  - one-at-a-time" in lines and "  + extra" in lines
+    assert lines[lines.index("  baseline:") + 1] == "    + env A 1"
+    assert "works no more" in "".join(lines), "the evidence was found without patches, and the series has some"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("diff", "--stacks", OLD, "sglang-0.5.12"), 'there is no stack "sglang-0.5.12"; did you mean'),
+        (
+            ("diff", "--stacks", OLD, NEW, "glm5-nvfp"),
+            'neither stack has a ladder "glm5-nvfp"; did you mean "glm5-nvfp4"',
+        ),
+        (("diff", "--stacks", OLD, NEW, "glm5-nvfp4", "lab-cpu"), "--stacks compares one ladder, or all"),
+        (("diff", "baseline"), "name two tiers, or two stacks with --stacks; found baseline"),
+        (("diff",), "name two tiers, or two stacks with --stacks; found none"),
+        (("--stack", "sglang"), 'there is no stack "sglang"'),
+        (("--stack", OLD, "--ladder", "h200-llama"), 'there is no ladder "h200-llama"'),
+    ],
+)
+def test_what_cannot_be_compared_or_listed(arguments: tuple[str, ...], said: str) -> None:
+    wrong = command(*arguments)
+    assert wrong.returncode == 1 and said in wrong.stderr
+
+
+def test_a_ladder_is_listed_for_every_stack_that_has_it() -> None:
+    said = command("--ladder", "glm5-nvfp4").stdout
+    assert f"(stack {OLD}, tp 8)" in said and f"(stack {NEW}, tp 8)" in said
+    new = command("--ladder", "glm5-nvfp4", "--stack", NEW).stdout
+    assert f"stack {OLD}, tp" not in new and "on sglang-0.5.9-cu128 blocked no more" in new.replace("\n", "")
+
+
+def test_a_tier_is_rendered_for_another_stack_by_its_name_alone() -> None:
+    text = command("render", "piecewise", "--group", "gpu", "--stack", NEW).stdout
+    assert text == gpu_spec(tier="piecewise", stack=NEW).active_script.text
+    assert "--enforce-piecewise-cuda-graph" in text and "--enable-piecewise-cuda-graph" not in text
+    assert "- --disable-piecewise-cuda-graph" in command("diff", "baseline", "piecewise", "--stack", NEW).stdout
+
+
 def test_a_script_is_rendered_with_no_node_as_a_node_would_get_it() -> None:
     spec = gpu_spec(tier="piecewise-ep8")
     assert command("render", "piecewise-ep8", "--group", "gpu").stdout == spec.active_script.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from itertools import product
@@ -9,6 +10,7 @@ from itertools import product
 import pytest
 
 from gpuwright.catalogue import PATCHES, Patch
+from gpuwright.node import observe
 from gpuwright.patches import Action, FileState, PatchedFile, decide, exact_applier, patched_files
 from gpuwright.plan import APPLY, PROBE, plan
 from gpuwright.spec import NodeSpec
@@ -57,6 +59,7 @@ ACTIONS = {
     FileState.ABSENT: (Action.REINSTALL, Action.REINSTALL, Action.NOTHING, Action.NOTHING),
     FileState.FOREIGN: (Action.STOP, Action.STOP, Action.STOP, Action.STOP),
     FileState.WRONG_VERSION: (Action.STOP, Action.STOP, Action.STOP, Action.STOP),
+    FileState.FIXED: (Action.FORGET, Action.FORGET, Action.FORGET, Action.FORGET),
 }
 
 
@@ -107,6 +110,83 @@ def test_without_patches_every_file_goes_back_and_nothing_is_probed() -> None:
     assert spec.patch_set_digest != LAB.patch_set_digest and spec.cache != LAB.cache
 
 
+OTHER = lab_spec(stack="sglang-0.5.12-cu130")  # the lab's stack moved on; sglang's patches have an entry for each
+
+
+def moved(spec: NodeSpec, contents: dict[str, str], manifest: dict[str, dict[str, str]]) -> NodeState:
+    """A node with this stack's versions, on which these files were found, and whose manifest is this."""
+    settled = settled_state(spec)
+    found = {path: seen(sha256) for path, sha256 in contents.items()}
+    kept = [patch.pre_sha256 for patch in LAB.patches]
+    return settled.model_copy(update={"patched": found, "manifest": manifest, "originals": kept})
+
+
+def test_one_change_has_an_entry_for_each_version() -> None:
+    there = {spec.stack.name: {patch.id: patch.versions for patch in spec.patches} for spec in (LAB, OTHER)}
+    keys = {"sglang-keys-out-of-the-log", "sglang-keys-out-of-server-info"}
+    assert keys <= set(there[LAB.stack.name]) and keys == set(there[OTHER.stack.name])
+    assert all(there[LAB.stack.name][name] != there[OTHER.stack.name][name] for name in keys)
+    fixed = ["flashinfer-cuda-version-from-torch", "flashinfer-fp4-quantize-opaque-op"]
+    assert [patch.id for patch in OTHER.uncovered] == fixed and LAB.uncovered == ()
+    proofs = {proof["id"]: proof["code"] for proof in OTHER.patch_proofs}
+    assert set(proofs) == keys | {f"{name} is fixed upstream" for name in fixed}
+    assert all("sglang.srt.layers.quantization" in proofs[f"{name} is fixed upstream"] for name in fixed)
+
+
+def test_an_upgraded_node_gets_the_patches_of_its_version_and_forgets_the_others() -> None:
+    new = {patch.file: patch.pre_sha256 for patch in OTHER.patches}
+    state = moved(OTHER, new | {patch.file: "7" * 64 for patch in OTHER.uncovered}, SETTLED.manifest)
+    assert steps(OTHER, state) == [
+        f"{patch.file} by {patch.id}: expected applied, found pristine; apply the patches from where it stands"
+        for patch in OTHER.patches
+    ] + [
+        f"{patch.file} without {patch.id}: expected as upstream has it, found of a version that upstream is to have "
+        "fixed; forget what it carried"
+        for patch in OTHER.uncovered
+    ]
+    assert steps(OTHER, settled_state(OTHER)) == []
+
+
+def test_a_downgraded_node_gets_its_patches_again() -> None:
+    old = {patch.file: patch.pre_sha256 for patch in LAB.patches}
+    assert steps(LAB, moved(LAB, old, settled_state(OTHER).manifest)) == [
+        f"{patch.file} by {patch.id}: expected applied, found pristine; apply the patches from where it stands"
+        for patch in LAB.patches
+    ]
+
+
+def test_what_an_upgrade_will_change_is_said_before_it() -> None:
+    """Of a node that still has the versions of before."""
+    said = steps(OTHER, SETTLED)
+    assert [line.partition(":")[0] for line in said] == [
+        *(f"{patch.file} by {patch.id}" for patch in OTHER.patches),
+        *(f"{patch.file} without {patch.id}" for patch in OTHER.uncovered),
+    ]
+    assert all(line.endswith("its distribution is installed first") for line in said)
+
+
+@pytest.mark.parametrize("manifest", [{}, SETTLED.manifest], ids=["fresh", "upgraded"])
+def test_without_patches_pristine_is_the_versions_own(manifest: dict[str, dict[str, str]]) -> None:
+    spec = lab_spec(stack="sglang-0.5.12-cu130", patches="none")
+    contents = {patch.file: patch.pre_sha256 for patch in OTHER.patches}
+    contents |= {patch.file: "7" * 64 for patch in OTHER.uncovered}
+    forgotten = sorted(patch.file for patch in OTHER.uncovered) if manifest else []
+    assert sorted(line.split(" ")[0] for line in steps(spec, moved(spec, contents, manifest))) == forgotten
+    patched = contents | {OTHER.patches[0].file: OTHER.patches[0].post_sha256}
+    (change,) = steps(spec, moved(spec, patched, {}))
+    assert change.endswith("found superseded; install its distribution anew, then apply the patches")
+
+
+def test_a_file_of_a_version_that_no_entry_is_made_for_is_held_against_its_record() -> None:
+    def looked_at(spec: NodeSpec) -> list[str]:
+        request = re.search(r"^REQUEST = json.loads\((.*)\)$", observe(spec).stdin, re.M)
+        assert request
+        return list(json.loads(json.loads(request.group(1)))["patched"])
+
+    assert looked_at(LAB) == sorted({patch.file for patch in LAB.series})
+    assert looked_at(OTHER) == sorted(patch.file for patch in OTHER.patches)
+
+
 def test_an_earlier_post_image_of_ours_is_redone_from_the_original() -> None:
     patch = FIRST.model_copy(update={"superseded": [OLD]})
     spec = replace(LAB, series=(patch, *LAB.series[1:]), patches=(patch, *LAB.patches[1:]))
@@ -137,7 +217,8 @@ def test_an_upgraded_distributions_own_file_is_not_foreign(manifest: dict[str, d
     venv = SETTLED.venv.model_copy(update={"distributions": versions})
     theirs = SETTLED.patched | {patch.file: seen("7" * 64) for patch in spec.uncovered}
     state = SETTLED.model_copy(update={"venv": venv, "patched": theirs, "manifest": manifest})
-    assert steps(spec, state) == []
+    assert all(line.endswith("forget what it carried") for line in steps(spec, state))
+    assert len(steps(spec, state)) == (len(spec.uncovered) if manifest else 0)
 
 
 def test_without_patches_an_edit_of_a_covered_version_still_stops() -> None:

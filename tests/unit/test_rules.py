@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from gpuwright.catalogue import CATALOG
+from gpuwright.fields import requirement_covers
 from gpuwright.ladder import Ladder, Tier
-from gpuwright.rules import Rules, broken, covers, rule_errors
+from gpuwright.rules import Rules, broken, rule_errors
 from gpuwright.yamlfile import load_yaml
 from tests.make import catalogue
 
@@ -30,7 +31,7 @@ PP = {"pp-size": 2, "disable-overlap-schedule": True}
 DEFAULT = {"without": ["disable-piecewise-cuda-graph"]}  # of 0.5.12: on
 ENFORCED = {"enforce-piecewise-cuda-graph": True}
 
-# id: (what keeps the rule, what breaks it); each as changes of the GPU ladder's own: args, env, without, or the ladder's;
+# id: (what keeps the rule, what breaks it); each as changes of the GPU ladder's own: args, env, without, or the ladder.
 # `on` names another ladder. Judged on every stack whose engine the rule is for.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kv-cache-dtype": ({"args": {"kv-cache-dtype": "bfloat16"}}, {"without": ["kv-cache-dtype"]}),
@@ -158,7 +159,7 @@ def judged(rule: str, change: dict[str, Any]) -> list[bool]:
     tier = Tier(name="x", rank="0", about="x", **fields)
     answers = []
     for engine, stack in STACKS.items():
-        if covers(RULES[rule].engine, engine):
+        if requirement_covers(RULES[rule].engine, engine):
             ladder: Ladder = catalogue().ladders[stack][change.get("on", "glm5-nvfp4")]
             ladder = ladder.model_copy(update=change.get("ladder", {}))
             answers.append(bool(broken([RULES[rule]], ladder, tier, engine)))
@@ -204,8 +205,7 @@ LADDERS = [(stack, name) for stack, ladders in catalogue().ladders.items() for n
 
 @pytest.mark.parametrize(("stack", "name"), LADDERS)
 def test_every_tier_of_the_catalogue_keeps_every_rule(stack: str, name: str) -> None:
-    of, ladder = catalogue().stacks[stack], catalogue().ladders[stack][name]
-    engine = f"{of.engine}=={of.engine_version}"
+    engine, ladder = catalogue().stacks[stack].engine_pin, catalogue().ladders[stack][name]
     assert [
         (tier.name, [rule.id for rule in broken(catalogue().rules, ladder, tier, engine)]) for tier in ladder.tiers
     ] == [(tier.name, []) for tier in ladder.tiers]
