@@ -282,9 +282,14 @@ def test_stacks_differ_by_what_a_host_that_moves_would_get() -> None:
     assert max(map(len, lines)) <= 120
 
 
+TRITON = f"{NEW}-triton"
+
+
 def test_stacks_are_compared_ladder_by_ladder() -> None:
     there, back = (command("diff", "--stacks", *stacks).stdout for stacks in ((OLD, NEW), (NEW, OLD)))
-    assert f"only in {NEW}: h200-llama, h200-llama-tp2" in there and f"only in {NEW}: h200-llama" in back
+    one, other = (command("diff", "--stacks", *stacks).stdout for stacks in ((NEW, TRITON), (TRITON, NEW)))
+    assert f"only in {TRITON}: h200-llama, h200-llama-tp2" in one and f"only in {NEW}: glm5-nvfp4" in other
+    assert "only in" not in there + back
     assert "\nmtp" not in there and "  mtp:\n    - env SGLANG_ENABLE_SPEC_V2 True" in there
     same = command("diff", "--stacks", OLD, OLD, "lab-cpu").stdout
     assert same == f"{OLD} -> {OLD}\n\nlab-cpu:\n  no difference\n"
