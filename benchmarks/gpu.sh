@@ -5,9 +5,9 @@
 #                                           what it has, which is LIST: its own `pip list --format json`
 #        benchmarks/gpu.sh prepare DIR  there: a control environment and the wheelhouse from DIR, and a random model
 #        benchmarks/gpu.sh deploy       doctor, then tier baseline: install, patch, serve, smoke; a second deploy; a check
-#        benchmarks/gpu.sh tiers        the other tiers, compared with it; baseline again
+#        benchmarks/gpu.sh tiers [TIER…]  other tiers (piecewise), compared with it; baseline again
 #        benchmarks/gpu.sh drift        a hand edit: check 2, deploy, check 0; the scheduler killed, then a deploy
-#        benchmarks/gpu.sh report FILE  the HTML report, and the records as a table
+#        benchmarks/gpu.sh report FILE  the HTML report
 # Each fits in ten minutes on one H200. GPUWRIGHT_GPUS=2 does it with tensor parallelism 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -41,9 +41,11 @@ gather)
   to=${2:?DIR}
   mkdir -p "$to/control"
   .venv/bin/python -m gpuwright wheelhouse "$stack" --python 3.12 --to "$to/wheelhouse" --beside "${3:?LIST}"
+  # pip judges markers by the Python it runs on; uv by the one that is named.
+  .venv/bin/uv pip compile --quiet --no-deps --generate-hashes --python-version 3.12 requirements.txt -o "$to/control.txt"
   .venv/bin/python -m pip download --quiet --disable-pip-version-check --require-hashes --only-binary :all: \
-    --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
-    --platform manylinux_2_17_x86_64 --platform any --no-deps -r requirements.txt -d "$to/control"
+    --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
+    --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --no-deps -r "$to/control.txt" -d "$to/control"
   du -sh "$to"/*
   ;;
 prepare)
@@ -51,7 +53,7 @@ prepare)
   "$python" -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-index --find-links "$from/control" \
     --require-hashes -r requirements.txt
-  mkdir -p wheelhouse && cp -n "$from"/wheelhouse/*.whl wheelhouse/
+  mkdir -p wheelhouse && cp -u "$from"/wheelhouse/*.whl wheelhouse/
   step "$python" benchmarks/random_llama.py /opt/models/random-llama --tensor-parallel "$GPUWRIGHT_GPUS"
   nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv
   ;;
@@ -62,7 +64,8 @@ deploy)
   check 0
   ;;
 tiers)
-  for tier in "${@:2}"; do
+  tiers=("${@:2}")
+  for tier in "${tiers[@]:-piecewise}"; do
     deploy --data "tier=$tier"
     step .venv/bin/python -m gpuwright compare "$tier" || true
   done
@@ -86,7 +89,6 @@ drift)
   ;;
 report)
   .venv/bin/python -m gpuwright report --output "${2:?FILE}"
-  .venv/bin/python -m gpuwright tiers "$(basename h200-llama)" || true
   ;;
 *)
   sed -n '2,13s/^# \{0,1\}//p' "$0"

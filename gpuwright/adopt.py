@@ -88,12 +88,13 @@ def moved(spec: NodeSpec, state: NodeState) -> dict[str, tuple[str, str]]:
 
 def bridge(spec: NodeSpec, state: NodeState) -> NodeFile | None:
     """What makes the venv see the interpreter's distributions, after its own: a .pth file, which Python's site module
-    reads at start (https://docs.python.org/3/library/site.html); by addsitedir, so that their .pth files count too.
+    reads at start (https://docs.python.org/3/library/site.html). Folders alone: .pth files that lie there are not read,
+    since these may run any code. (One that was seen writes a proxy's certificate into certifi, which is ours.)
     """
     if spec.data.adopt is None or state.adopted is None:
         return None
     lines = [f"# Written by gpuwright: what {spec.data.adopt.interpreter} has is seen here, and never written to."]
-    lines += [f"import site; site.addsitedir({site!r})" for site in state.adopted.sites]
+    lines += state.adopted.sites
     return NodeFile(spec.paths.bridge(spec.data.python), "".join(f"{line}\n" for line in lines))
 
 
