@@ -167,10 +167,9 @@ def decide(spec: NodeSpec, state: NodeState) -> list[Decision]:
         version = found_versions.get(file.distribution)
         found = file.state(state.patched.get(file.path), version)
         if found is FileState.FOREIGN and not file.chain and version and not _made_for(spec, file.path, version):
-            # Nothing is wanted of it, and its hash is not ours; the manifest may still tell of the version before.
-            if file.path in state.manifest:
-                decisions.append(Decision(file, FileState.FIXED, Action.FORGET))
-            continue
+            if file.path not in state.manifest:
+                continue  # of a version that no entry is made for: nothing is wanted of it, and its hash is not ours
+            found = FileState.FIXED  # and the manifest still tells of the version before
         replace = spec.data.patches_foreign == "replace"
         action = file.action(found, original_kept=file.pristine in state.originals, replace=replace)
         if action in (Action.REINSTALL, Action.REPLACE) and file.distribution in others:

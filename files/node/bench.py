@@ -371,6 +371,11 @@ def duration(seconds):
     return "%d s" % seconds if seconds < 90 else "%d min" % round(seconds / 60)
 
 
+def serving(record):
+    """The server's processes, but for torch's compilers: inductor ends those by itself once it has nothing for them."""
+    return [pid for pid in server_processes(record) if "_inductor/compile_worker" not in command_line(pid)]
+
+
 def gone(alive):
     """Which of the server's processes ended, in words, or None."""
     ended = [str(pid) for pid in alive if not process(pid)]
@@ -435,7 +440,7 @@ def main():
         if name.endswith(".part"):  # of a run that was killed: the node's lock is ours, so no run is going on
             shutil.rmtree(os.path.join(RAW, name))
     record = read_json(os.path.join(REQUEST["root"], "run", "server.json"))
-    before, started_at = server_processes(record), now()
+    before, started_at = serving(record), now()
     gpus, driver, unknown_gpus = nvidia_smi()
     xids_before, unknown_before = xids()
     refuse_another_server(record, ask("/server_info"), gpus, unknown_gpus)
@@ -465,7 +470,7 @@ def main():
         "before": asked_before,
         "after": asked_after,
         "processes_before": before,
-        "processes_after": server_processes(record),
+        "processes_after": serving(record),
         "xids": new,
         "unobserved": [why for why in (unknown_gpus, unknown_before or unknown_after) if why],
         "gpus": gpus,

@@ -122,7 +122,7 @@ def patch_request(folder: Path, steps: list[tuple[bytes, bytes]], **changed: Any
         "originals": str(folder / "originals"),
         "manifest": str(folder / "applied.json"),
         "stamp": str(folder / "stamp"),
-        "files": [item | {"known": [sha256(TWO), sha256(THREE), sha256(b"old\n")]}],
+        "files": [item | {"known": [sha256(TWO), sha256(THREE), sha256(b"old\n")], "forget": False}],
     }
 
 
@@ -162,6 +162,18 @@ def test_a_chain_is_applied_and_the_pristine_file_kept(site: Path) -> None:
     assert (site / "originals" / sha256(ONE)).read_bytes() == ONE
     assert manifest(site)["module.py"] == {"pristine": sha256(ONE), "post": sha256(THREE), "distribution": "dist"}
     assert not (site / "stamp").exists(), "what was proved of the old content must be proved anew"
+
+
+def test_a_file_that_is_of_another_version_by_now_is_forgotten(site: Path) -> None:
+    module = site / "real" / "module.py"
+    module.write_bytes(ONE)
+    request = patch_request(site, CHAIN)
+    assert run("patch_files", request).returncode == 0 and manifest(site)
+    module.write_bytes(b"of another version\n")
+    request["files"][0] |= {"steps": [], "forget": True}
+    done = run("patch_files", request)
+    assert (done.returncode, done.stdout) == (0, "forgot module.py\n")
+    assert manifest(site) == {} and module.read_bytes() == b"of another version\n"
 
 
 def test_a_file_of_another_owner_keeps_its_owner(site: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
-from gpuwright.catalogue import PATCHES, Patch
+from gpuwright import series
+from gpuwright.catalogue import PATCHES, Patch, load_catalogue
+from gpuwright.errors import GpuwrightError
 from gpuwright.node import observe
 from gpuwright.patches import Action, FileState, PatchedFile, decide, exact_applier, patched_files
 from gpuwright.plan import APPLY, PROBE, plan
@@ -270,6 +274,33 @@ def test_the_first_patch_says_what_the_case_it_was_built_from_asked_for() -> Non
     assert "if torch.version.cuda is not None:\n        return Version(torch.version.cuda)" in added
     assert re.search(r"# gpuwright: .*Dynamo", added, re.S), "the patched file itself must say why"
     assert "@functools.cache" in diff and "-@functools.cache" not in diff, "the cache decorator stays"
+
+
+def test_a_patch_is_made_again_for_another_version(tmp_path: Path) -> None:
+    folder, wheel = tmp_path / "patches", tmp_path / "flashinfer-python-0.6.11.post1" / FIRST.file
+    shutil.copytree(PATCHES, folder)
+    wheel.parent.mkdir(parents=True)
+    wheel.write_text("a = 1\nb = 2\n")
+    edited = tmp_path / "edited.py"
+    edited.write_text("a = 1\nb = 20\n")
+    wheels = series.Wheels(Path("/nonexistent/uv"), catalogue(), tmp_path)
+    new = series.NewPatch(
+        FIRST.id, FIRST.distribution, FIRST.file, edited, "x", "https://example.org", "y", OTHER.stack.name
+    )
+    written = series.make(new, catalogue(), wheels, folder)
+    assert [path.name for path in written] == [f"{FIRST.id}-0.6.11.post1.diff", "series.yaml"]
+    again = load_catalogue(patches=folder)
+    first, second = series.find(again, FIRST.id)
+    assert (first, second.versions, second.probe) == (FIRST, "==0.6.11.post1", FIRST.probe)
+    assert second in again.patches_for(OTHER.lock.versions) and first in again.patches_for(LAB.lock.versions)
+    assert FIRST.id not in [patch.id for patch in again.uncovered_for(OTHER.lock.versions)]
+    rows = {row.patch.versions: row for row in series.check(again, wheels, offline=True) if row.patch.id == FIRST.id}
+    assert rows["==0.6.3"].stacks[OTHER.stack.name] == "pinned 0.6.11.post1: its entry for ==0.6.11.post1 is applied"
+    assert "glm5-nvfp4/piecewise" in rows["==0.6.3"].tiers and rows["==0.6.11.post1"].tiers == []
+    with pytest.raises(GpuwrightError, match=f'"{FIRST.id}" is taken'):
+        series.make(replace(new, stack=LAB.stack.name), catalogue(), wheels, folder)
+    with pytest.raises(GpuwrightError, match='no stack "sglang" pins flashinfer-python'):
+        series.make(replace(new, stack="sglang"), catalogue(), wheels, folder)
 
 
 def test_context_must_match_to_the_byte_and_at_its_line() -> None:
