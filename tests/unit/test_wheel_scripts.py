@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -153,6 +154,30 @@ def test_nothing_else_is_handed_out(serve: Callable[..., dict[str, Any]], path: 
     connection = http.client.HTTPConnection("127.0.0.1", serve()["port"], timeout=5)
     connection.request("GET", path)
     assert connection.getresponse().status == 404
+
+
+def test_connections_are_bounded(serve: Callable[..., dict[str, Any]]) -> None:
+    port = serve()["port"]
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(40)]
+    time.sleep(0.5)
+    closed = [each for each in idle if _is_closed(each)]
+    assert 20 < len(closed) < 40, "most are turned away, and some wait for a request"
+    for each in idle:
+        each.close()
+    time.sleep(0.5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request("GET", f"/{TOKEN}/{B}")
+    assert connection.getresponse().read() == TEXTS[B]
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
 
 
 def test_what_a_peer_gives_wrong_is_not_taken(tmp_path: Path, serve: Callable[..., dict[str, Any]]) -> None:
