@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,6 +28,7 @@ from gpuwright.yamlfile import shown
 WHEELHOUSE = REPOSITORY / "wheelhouse"
 KNOWN = "hashes.json"  # in the folder: each wheel's sha256, with the size and time of writing for which it was read
 LEGACY = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}  # PEP 600's names of older platforms
+FETCHING = ".fetching-"
 MB = 1_000_000
 
 
@@ -179,7 +183,19 @@ def gather(stack: Stack, python: str, folder: Path, *, prune: bool, left_out: Co
     if python not in stack.pythons:
         raise GpuwrightError(f"{stack.name} is locked for Python {', '.join(stack.pythons)}, not {python}")
     folder.mkdir(parents=True, exist_ok=True)
+<<<<<<< HEAD
     locks = [read_lock(lock_path(stack, python)).without(left_out), read_lock(TOOLS_LOCK)]
+=======
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for path in folder.glob(f"{FETCHING}*"):  # of a run that was killed
+            shutil.rmtree(path)
+        return _gather(stack, python, folder, prune=prune)
+
+
+def _gather(stack: Stack, python: str, folder: Path, *, prune: bool) -> str:
+    locks = [read_lock(lock_path(stack, python)), read_lock(TOOLS_LOCK)]
+>>>>>>> 7462606c92b5363869477c3452aaae294a176b59
     fetched = 0
     for lock in locks:
         lacking = read_wheelhouse(folder, lock, stack, python).lacking
@@ -215,8 +231,15 @@ def _whole(folder: Path, lock: Lock, stack: Stack, python: str) -> Mapping[str, 
 
 def _fetch(lock: Lock, names: list[str], stack: Stack, python: str, folder: Path) -> int:
     """Fetch the wheels of these distributions by pip, hashes required. It shows its progress itself."""
+<<<<<<< HEAD
     text = lock.without(lock.versions.keys() - set(names)).text
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:
+=======
+    blocks = [
+        block for block in re.split(r"(?m)^(?=[A-Za-z0-9])", lock.text) if canonicalize_name(_head(block)) in names
+    ]
+    with tempfile.TemporaryDirectory(dir=folder, prefix=FETCHING) as temporary:
+>>>>>>> 7462606c92b5363869477c3452aaae294a176b59
         wanted = Path(temporary) / "wanted.txt"
         wanted.write_text(text, encoding="utf-8")
         command = [
@@ -225,7 +248,8 @@ def _fetch(lock: Lock, names: list[str], stack: Stack, python: str, folder: Path
             *(part for tag in platform_tags(stack.platform) for part in ("--platform", tag)),
             "--dest", temporary, "--requirement", str(wanted),
         ]  # fmt: skip
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        # In a folder beside the others, as /tmp may be small: pip has all of them there before it saves the first.
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": temporary})
         if done.returncode:
             said = done.stderr[max(0, done.stderr.find("ERROR")) :].strip()
             raise GpuwrightError(f"{stack.name} for Python {python}: not every wheel can be had:\n{said}")

@@ -4,6 +4,7 @@ REQUEST: folder, wheels [{"file", "size", "sha256"}], last (whether no others ar
 Answers {"came": [files], "problem"}.
 """
 
+import errno
 import http.client
 import urllib.parse
 
@@ -11,10 +12,13 @@ TIMEOUT_S, TRIES = 20, 3
 
 
 def pull(row):
-    """Have all of a wheel's bytes in its part; a connection that breaks is opened again while it brings something."""
+    """Have all of a wheel's bytes in its part; a connection that breaks is opened again while it brings something.
+
+    Raises ValueError with what is wrong with the other node.
+    """
     part, tries = part_of(row), 0
     while bytes_at(part) < row["size"]:
-        before = bytes_at(part)
+        before, problem = bytes_at(part), "it ends the connection"
         connection = http.client.HTTPConnection(REQUEST["address"], REQUEST["port"], timeout=TIMEOUT_S)
         try:
             path = "/%s/%s" % (REQUEST["token"], urllib.parse.quote(row["file"]))
@@ -27,15 +31,18 @@ def pull(row):
             with open(part, "ab") as handle:
                 own(part)
                 shutil.copyfileobj(answer, handle, 1 << 20)
+        except ConnectionRefusedError as error:
+            raise ValueError(str(error)) from None
         except (OSError, http.client.HTTPException) as error:
-            if getattr(error, "filename", None):  # of this node's disk
+            if getattr(error, "filename", None) or getattr(error, "errno", None) == errno.ENOSPC:  # of this node's disk
                 raise
-            tries = 0 if bytes_at(part) > before else tries + 1
-            if tries >= TRIES or isinstance(error, ConnectionRefusedError):
-                raise ValueError(str(error) or type(error).__name__) from None
-            time.sleep(tries)
+            problem = str(error) or type(error).__name__
         finally:
             connection.close()
+        tries = 0 if bytes_at(part) > before else tries + 1
+        if tries == TRIES:
+            raise ValueError(problem)
+        time.sleep(tries)
 
 
 def main():

@@ -4,6 +4,7 @@ login.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -172,6 +173,32 @@ def test_a_peer_that_is_not_reached_or_gives_something_wrong_is_left(
     assert wheels_on(two) == wheels_on(three) == hashes(wheelhouse) != wheels_on(one)
     assert count < bytes_for(2 * size_of(wheelhouse), 3)
     shutil.copyfile(wheelhouse / SGLANG, one.tree / ROOT[1:] / "wheels" / SGLANG)
+
+
+def test_a_peer_that_is_lost_while_it_hands_on_is_left(four: list[Node], wheelhouse: Path, tmp_path: Path) -> None:
+    """What has come from it is kept, and the rest comes from this machine."""
+    source, node, _, _ = four
+    forget(node)
+    control = control_of(tmp_path, [source, node], wheelhouse)
+    parts = node.tree / ROOT[1:] / "wheels" / "parts"
+
+    def there() -> int:
+        with contextlib.suppress(OSError):
+            return sum(path.stat().st_size for path in parts.glob("uv-*.part"))
+        return 0
+
+    source.run("tc qdisc add dev host0 root tbf rate 40mbit burst 64kb latency 400ms")  # uv's wheel takes 3.5 s
+    before, running = sent(), control.start(*INSTALL)
+    try:
+        assert nodes.within(60, lambda: there() > 1_000_000), running.said()
+        source.run("pkill -f '^python3 -IBu -$'")
+        done = ok(running.end())
+    finally:
+        running.kill()
+        source.run("tc qdisc del dev host0 root")
+    assert "not from node-1, but from elsewhere: [Errno 111] Connection refused" in done.said, done.said
+    assert "MB from this machine in" in done.said and wheels_on(node) == hashes(wheelhouse)
+    assert sent() - before < bytes_for(size_of(wheelhouse), 2)
 
 
 # --- cut off, and wrong --------------------------------------------------------------

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import http.server
 import json
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.fleet.nodes import started, within
+from tests.index import serving
 from tests.unit.test_node_scripts import run, sha256
 
 TOKEN = "t0ken"
@@ -152,6 +156,30 @@ def test_nothing_else_is_handed_out(serve: Callable[..., dict[str, Any]], path: 
     assert connection.getresponse().status == 404
 
 
+def test_connections_are_bounded(serve: Callable[..., dict[str, Any]]) -> None:
+    port = serve()["port"]
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(40)]
+    time.sleep(0.5)
+    closed = [each for each in idle if _is_closed(each)]
+    assert 20 < len(closed) < 40, "most are turned away, and some wait for a request"
+    for each in idle:
+        each.close()
+    time.sleep(0.5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request("GET", f"/{TOKEN}/{B}")
+    assert connection.getresponse().read() == TEXTS[B]
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
 def test_what_a_peer_gives_wrong_is_not_taken(tmp_path: Path, serve: Callable[..., dict[str, Any]]) -> None:
     port, wheels = serve()["port"], tmp_path / "wheels"
     put(wheels / "parts")
@@ -173,6 +201,32 @@ def test_a_peer_that_is_not_there_is_said_so(tmp_path: Path, serve: Callable[...
     assert "cannot listen at 192.0.2.1" in serve(address="192.0.2.1")["problem"]
 
 
+@pytest.mark.parametrize("each_time", [1_000_000, 0])
+def test_a_connection_that_breaks_is_gone_on_with_while_it_brings_something(tmp_path: Path, each_time: int) -> None:
+    begins = []
+
+    class Breaks(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            begins.append(int(self.headers["Range"][len("bytes=") : -1]))
+            self.send_response(206)
+            self.send_header("Content-Length", str(len(TEXTS[A]) - begins[-1]))
+            self.end_headers()
+            self.wfile.write(TEXTS[A][begins[-1] :][:each_time])
+
+    put(tmp_path / "wheels" / "parts")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Breaks) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = pull(tmp_path / "wheels", server.server_address[1], A)
+        server.shutdown()
+    if each_time:
+        assert found == {"came": [A], "problem": ""} and begins == [0, 1_000_000, 2_000_000]
+    else:
+        assert found == {"came": [], "problem": "it ends the connection"} and begins == [0, 0, 0]
+
+
 def test_a_server_ends_by_itself(serve: Callable[..., dict[str, Any]]) -> None:
     begun, idle, limited = time.monotonic(), serve(idle_s=1), serve(limit_s=1)
     for server in (idle, limited):
@@ -185,3 +239,22 @@ def test_only_the_process_that_was_started_is_ended(serve: Callable[..., dict[st
     run("serve_wheels", {"action": "stop", **server, "started": server["started"] + 1})
     time.sleep(0.2)
     assert started(server["pid"])
+
+
+# --- asking an index
+
+
+@pytest.mark.parametrize(
+    ("login", "said"),
+    [
+        (["me", "pw"], ""),
+        (["me", "other"], "refuses `index_credentials` (HTTP 401)"),
+        (None, "asks for a login: set `index_credentials` (HTTP 401)"),
+    ],
+)
+def test_an_index_that_does_not_let_us_in_is_named(tmp_path: Path, login: list[str] | None, said: str) -> None:
+    with serving(put(tmp_path / "wheels", A), login="me:pw") as index:
+        done = run("ask_index", {"index": index.url, "name": "a", "login": login})
+    assert (done.returncode, done.stdout) == ((1, f"{index.url} {said}\n") if said else (0, "")), done.stderr
+    done = run("ask_index", {"index": index.url, "name": "a", "login": login})
+    assert done.returncode == 0, "an index that is not there is left to the installer"

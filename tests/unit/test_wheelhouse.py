@@ -144,7 +144,8 @@ def test_what_is_missing_is_fetched_and_nothing_twice(
     to = tmp_path / "to"
     assert gather(STACK, "3.12", to, prune=False).endswith("2 fetched")
     assert "1 of 1 wheels to fetch: one" in capfd.readouterr().out
-    assert sorted(path.name for path in to.iterdir()) == ["hashes.json", *sorted(p.name for p in index.glob("*.whl"))]
+    there = [".lock", "hashes.json", *sorted(path.name for path in index.glob("*.whl"))]
+    assert sorted(path.name for path in to.iterdir()) == there
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/none")
     assert gather(STACK, "3.12", to, prune=False).endswith("nothing to fetch")
     assert capfd.readouterr().out == "", "pip was not even asked"
@@ -155,7 +156,9 @@ def test_what_is_missing_is_fetched_and_nothing_twice(
 
 def test_what_was_damaged_is_fetched_anew(index: Path, tmp_path: Path) -> None:
     to = tmp_path / "to"
+    (to / ".fetching-killed").mkdir(parents=True)
     gather(STACK, "3.12", to, prune=False)
+    assert not (to / ".fetching-killed").exists()
     one = to / "one-1.0-py3-none-any.whl"
     one.write_bytes(b"cut")
     assert gather(STACK, "3.12", to, prune=False).endswith("1 fetched") and one.read_bytes() != b"cut"
@@ -170,7 +173,7 @@ def test_what_cannot_be_had_is_one_clear_error(index: Path, tmp_path: Path) -> N
         gather(STACK, "3.12", tmp_path / "to", prune=False)
     with pytest.raises(GpuwrightError, match=r"sources-only is locked for Python 3.10, 3.11, 3.12, not 3.13"):
         gather(STACK, "3.13", tmp_path / "to", prune=False)
-    assert list((tmp_path / "to").iterdir()) == []
+    assert [path.name for path in (tmp_path / "to").iterdir()] == [".lock"]
 
 
 def test_the_command_says_what_it_did(tmp_path: Path) -> None:
