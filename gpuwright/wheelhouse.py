@@ -183,19 +183,15 @@ def gather(stack: Stack, python: str, folder: Path, *, prune: bool, left_out: Co
     if python not in stack.pythons:
         raise GpuwrightError(f"{stack.name} is locked for Python {', '.join(stack.pythons)}, not {python}")
     folder.mkdir(parents=True, exist_ok=True)
-<<<<<<< HEAD
-    locks = [read_lock(lock_path(stack, python)).without(left_out), read_lock(TOOLS_LOCK)]
-=======
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for path in folder.glob(f"{FETCHING}*"):  # of a run that was killed
             shutil.rmtree(path)
-        return _gather(stack, python, folder, prune=prune)
+        return _gather(stack, python, folder, prune=prune, left_out=left_out)
 
 
-def _gather(stack: Stack, python: str, folder: Path, *, prune: bool) -> str:
-    locks = [read_lock(lock_path(stack, python)), read_lock(TOOLS_LOCK)]
->>>>>>> 7462606c92b5363869477c3452aaae294a176b59
+def _gather(stack: Stack, python: str, folder: Path, *, prune: bool, left_out: Collection[str]) -> str:
+    locks = [read_lock(lock_path(stack, python)).without(left_out), read_lock(TOOLS_LOCK)]
     fetched = 0
     for lock in locks:
         lacking = read_wheelhouse(folder, lock, stack, python).lacking
@@ -231,15 +227,8 @@ def _whole(folder: Path, lock: Lock, stack: Stack, python: str) -> Mapping[str, 
 
 def _fetch(lock: Lock, names: list[str], stack: Stack, python: str, folder: Path) -> int:
     """Fetch the wheels of these distributions by pip, hashes required. It shows its progress itself."""
-<<<<<<< HEAD
     text = lock.without(lock.versions.keys() - set(names)).text
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:
-=======
-    blocks = [
-        block for block in re.split(r"(?m)^(?=[A-Za-z0-9])", lock.text) if canonicalize_name(_head(block)) in names
-    ]
     with tempfile.TemporaryDirectory(dir=folder, prefix=FETCHING) as temporary:
->>>>>>> 7462606c92b5363869477c3452aaae294a176b59
         wanted = Path(temporary) / "wanted.txt"
         wanted.write_text(text, encoding="utf-8")
         command = [
