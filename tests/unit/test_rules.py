@@ -160,7 +160,11 @@ def judged(rule: str, change: dict[str, Any]) -> list[bool]:
     answers = []
     for engine, stack in STACKS.items():
         if requirement_covers(RULES[rule].engine, engine):
-            ladder: Ladder = catalogue().ladders[stack][change.get("on", "glm5-nvfp4")]
+            name = change.get("on", "glm5-nvfp4")
+            of = (
+                {**catalogue().ladders[f"{stack}-triton"], **catalogue().ladders[stack]} if engine == NEW_ENGINE else {}
+            )
+            ladder: Ladder = (of or catalogue().ladders[stack])[name]
             ladder = ladder.model_copy(update=change.get("ladder", {}))
             answers.append(bool(broken([RULES[rule]], ladder, tier, engine)))
     return answers
