@@ -423,7 +423,8 @@ class NodeSpec:
         others than the lock's will do, is not known here: so nothing that was seen on the lock's speaks for it.
         """
         adopted = self.data.adopt.versions if self.data.adopt else {}
-        versions = self.lock.versions | {name: f"{specifier}, adopted" for name, specifier in adopted.items()}
+        others = {name: wanted for name, wanted in adopted.items() if wanted != f"=={self.lock.versions[name]}"}
+        versions = self.lock.versions | {name: f"{wanted}, adopted" for name, wanted in others.items()}
         return standing(tier, versions, self.patch_set_digest)
 
     def script_name(self, tier: Tier) -> str:
