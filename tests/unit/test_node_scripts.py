@@ -471,7 +471,9 @@ def node(tmp_path: Path) -> Path:
     (tmp_path / "venv" / "bin").mkdir()
     (tmp_path / "venv" / "bin" / "python").touch()
     (tmp_path / "venv" / "pyvenv.cfg").write_text("home = /usr/bin\nversion_info = 3.12.3\n")
-    make_distribution(site, "whole", {"whole/__init__.py": b"x"})
+    compiled = "whole/__pycache__/__init__.cpython-312.pyc"
+    make_distribution(site, "whole", {"whole/__init__.py": b"x", compiled: b"as pip recorded it"})
+    (site / compiled).write_bytes(b"as Python wrote it anew")
     make_distribution(site, "Under_Scored.Name", {"us/__init__.py": b"x"})
     make_distribution(site, "lacking", {"lacking/a.py": b"x"})
     (site / "lacking" / "a.py").unlink()
