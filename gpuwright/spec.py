@@ -704,6 +704,10 @@ def build_spec(
     wanted = values.patches == "series"
     patches = catalogue.patches_for(lock.versions) if wanted else ()
     uncovered = catalogue.uncovered_for(lock.versions) if wanted else ()
+    for patch in patches:
+        if values.adopt and patch.distribution in values.adopt.versions and not values.adopt.patch_in_place:
+            problem = f"versions: {patch.distribution} carries patches, so it comes into the venv"
+            raise wrong("adopt", problem, "leave it out of `versions`, or set `patch_in_place`")
     there = {patch.id for patch in (*patches, *uncovered)}
     lacking = [name for name in tier.needs.patches if name not in there]
     if lacking:

@@ -223,6 +223,7 @@ def test_patches_go_in_place_where_the_group_says_so_and_nothing_is_ever_install
     ({"interpreter": "/usr/bin/python3.12"}, "names the interpreter, as `interpreter` or `python_download` does"),
     ({"python_download": True}, "names the interpreter"),
     ({"adopt": {"interpreter": PYTHON, "versions": {"jax": ">=2"}}}, '"jax" is not a distribution of stack'),
+    ({"adopt": {"interpreter": PYTHON, "versions": {"sglang": "==0.5.9"}}}, "sglang carries patches, so it comes into"),
     ({"adopt": {"interpreter": "python3"}}, "interpreter"),
     ({"adopt": {"interpreter": PYTHON, "versions": {"torch": "2.9"}}}, "torch"),
 ])  # fmt: skip
@@ -240,7 +241,8 @@ def test_another_interpreter_is_another_runtime() -> None:
 def test_what_was_seen_on_the_locks_versions_says_nothing_of_others() -> None:
     blocked = {"tier": "piecewise", "allow_blocked": True}
     known, other = (
-        gpu_spec(adopt={"interpreter": PYTHON, "versions": v}, **blocked) for v in ({}, {"sglang": ">=0.5"})
+        gpu_spec(adopt={"interpreter": PYTHON, "versions": v, "patch_in_place": True}, **blocked)
+        for v in ({}, {"sglang": ">=0.5"})
     )
     digest = known.patch_set_digest
     seen = Evidence(seen="2026-11-30", what="it served", versions={"sglang": "0.5.9"}, patch_set=digest)
