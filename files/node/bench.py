@@ -13,6 +13,7 @@ import runpy
 import shutil
 import signal
 import traceback
+import warnings
 
 import requests  # the venv's: the engine depends on it
 
@@ -257,6 +258,8 @@ def load(argv, log):
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
+    # Python 3.12 warns of threads that an import has started; a child that hung on one would meet its repeat's deadline.
+    warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
     pid = os.fork()
     if pid:
         return pid
