@@ -258,7 +258,7 @@ def load(argv, log):
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    # Python 3.12 warns of threads that an import has started; a child that hung on one would meet its repeat's deadline.
+    # Python 3.12 warns of threads that an import has started; a child that hung on one would meet its deadline.
     warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
     pid = os.fork()
     if pid:
