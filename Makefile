@@ -68,6 +68,7 @@ lock: venv  ## recompile files/locks from catalog/stacks (needs the package inde
 
 .PHONY: wheelhouse
 wheelhouse: venv  ## gather the wheels of STACK=… for PYTHON=3.12 in wheelhouse/ (needs the package index)
+	@$(if $(and $(STACK),$(VERSION)),,$(error name both: make wheelhouse STACK=… PYTHON=3.12))
 	$(BIN)/python -m gpuwright wheelhouse $(STACK) --python $(VERSION) $(if $(TO),--to $(TO)) $(if $(PRUNE),--prune)
 
 .PHONY: flags

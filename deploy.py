@@ -23,7 +23,7 @@ if "system" in spec.stages:
     system.set_host(
         name="system | set what the host needs",
         spec=spec,
-        **({"_sudo": True} if spec.data.settings_sudo else {}),
+        **({"_sudo": True, "_sudo_user": "root"} if spec.data.settings_sudo else {}),
     )
 
 if "runtime" in spec.stages:

@@ -53,7 +53,7 @@ prepare)
   "$python" -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-index --find-links "$from/control" \
     --require-hashes -r requirements.txt
-  mkdir -p wheelhouse && cp -u "$from"/wheelhouse/*.whl wheelhouse/
+  mkdir -p wheelhouse && cp -pu "$from"/wheelhouse/* wheelhouse/
   step "$python" benchmarks/random_llama.py /opt/models/random-llama --tensor-parallel "$GPUWRIGHT_GPUS"
   nvidia-smi --query-gpu=name,driver_version,memory.total,power.limit --format=csv
   ;;

@@ -76,8 +76,10 @@ def problems(spec: NodeSpec, state: NodeState) -> list[str]:
 
 def moved(spec: NodeSpec, state: NodeState) -> dict[str, tuple[str, str]]:
     """{name: (as it was adopted, as it is found)} of what the interpreter brings, and what of it was changed since."""
-    kept = (state.adopted_before or {}).get("distributions")
-    now, found = brought(spec, state), {}
+    before = state.adopted_before or {}
+    if spec.data.adopt is None or before.get("interpreter") != spec.data.adopt.interpreter:
+        return {}  # it is the group that names another
+    kept, now, found = before.get("distributions"), brought(spec, state), {}
     for name, row in kept.items() if isinstance(kept, dict) else ():
         if name in now and row != [now[name].version, now[name].content]:
             was, seen = f"{row[0]}, as it was adopted", now[name]
@@ -88,13 +90,15 @@ def moved(spec: NodeSpec, state: NodeState) -> dict[str, tuple[str, str]]:
 
 def bridge(spec: NodeSpec, state: NodeState) -> NodeFile | None:
     """What makes the venv see the interpreter's distributions, after its own: a .pth file, which Python's site module
-    reads at start (https://docs.python.org/3/library/site.html). Folders alone: .pth files that lie there are not read,
-    since these may run any code. (One that was seen writes a proxy's certificate into certifi, which is ours.)
+    reads at start (https://docs.python.org/3/library/site.html). Folders alone, also those that .pth files of what is
+    brought name: these are not run themselves, since they may hold any code. (One that was seen writes a proxy's
+    certificate into certifi, which is ours.)
     """
     if spec.data.adopt is None or state.adopted is None:
         return None
-    lines = [f"# Written by gpuwright: what {spec.data.adopt.interpreter} has is seen here, and never written to."]
+    lines = [f"# Written by gpuwright, so that what {spec.data.adopt.interpreter} has is seen here."]
     lines += state.adopted.sites
+    lines += sorted(folder for seen in brought(spec, state).values() for folder in seen.folders)
     return NodeFile(spec.paths.bridge(spec.data.python), "".join(f"{line}\n" for line in lines))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from gpuwright import REPOSITORY
-from gpuwright.adopt import bridge, own_lock, record, site_of
+from gpuwright.adopt import bridge, moved, own_lock, record, site_of
 from gpuwright.hostdata import HubModel
 from gpuwright.patches import Action, Decision, decide
 from gpuwright.plan import (
@@ -235,7 +235,7 @@ def pull_wheels(spec: NodeSpec, wheels: Iterable[Wheel], server: Mapping[str, An
 
 def serve_wheels(spec: NodeSpec, address: str, token: str) -> NodeCommand:
     """Have the node hand out its wheels at `address` to who knows the token, for a while; answers port and process."""
-    request = {"folder": spec.paths.wheels, "address": address, "token": token, "idle_s": 120, "limit_s": 7200}
+    request = {"folder": spec.paths.wheels, "address": address, "token": token, "idle_s": 7200, "limit_s": 86400}
     return run_script("serve_wheels", {"action": "start", **request})
 
 
@@ -314,10 +314,14 @@ def create_venv(spec: NodeSpec, interpreter: SeenInterpreter | None) -> list[Nod
 
 
 def adopt(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:
-    """Have the venv see the interpreter that is adopted, and record what of it; or no longer. What was proved goes."""
+    """Have the venv see the interpreter that is adopted, and record what of it; or no longer. What was proved goes, and
+    what was compiled: an accepted change has no digest of its own.
+    """
     wanted = [file for file in (bridge(spec, state), record(spec, state)) if file]
     there = {spec.paths.bridge(spec.data.python), spec.paths.adopted} - {file.path for file in wanted}
-    return [write_files(spec, wanted, [*sorted(there), f"{spec.paths.run}/runtime.json"])]
+    stamps = [f"{spec.paths.run}/{stage}.json" for stage in ("runtime", "patches", "config")]
+    clear = prune_caches(spec, [spec.runtime_digest[:16]]) if moved(spec, state) else []
+    return [write_files(spec, [], stamps), *clear, write_files(spec, wanted, sorted(there))]
 
 
 def sync_venv(spec: NodeSpec, state: NodeState) -> list[NodeCommand]:

@@ -236,7 +236,7 @@ def stale_files(spec: NodeSpec, state: NodeState) -> list[str]:
 
 def _needed(spec: NodeSpec, state: NodeState) -> list[tuple[Gathered, str]]:
     """The distributions that this deploy installs, each with what the wheelhouse has of its lock."""
-    if not spec.data.wheelhouse:
+    if not spec.data.wheelhouse or problems(spec, state):  # what cannot be adopted stops the host first
         return []
     tools = list(spec.tools_lock.versions) if list(_tools(spec, state, [])) else []
     anew: set[str] = set()
@@ -278,7 +278,7 @@ def stale_wheels(spec: NodeSpec, state: NodeState) -> list[str]:
 def _wheels(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     lacking = lacking_wheels(spec, state)
     if lacking:
-        yield Change(WHEELS, lacking, blocked=True)
+        yield Change(WHEELS, lacking, blocked=True, follows=True)  # what it is needed for is what differs
     sending, stale = wheels_to_send(spec, state), stale_wheels(spec, state)
     if sending:
         parts = [state.wheels.get(f"parts/{wheel.file}.part", 0) for wheel in sending]
@@ -394,7 +394,8 @@ def _sync(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Ch
 
 def to_install(spec: NodeSpec, state: NodeState) -> list[str]:
     """Every distribution of the lock that a sync installs."""
-    return sorted(each.name for each in _differences(spec, state) if each.name in own_lock(spec, state).versions)
+    wanted = own_lock(spec, state).versions
+    return sorted(each.name for each in _differences(spec, state) if each.name in wanted)
 
 
 def damaged_distributions(spec: NodeSpec, state: NodeState) -> list[str]:
@@ -503,6 +504,8 @@ def _probe(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[C
         return
     if _has(before, VENV, APPLY):
         yield Change(PROBE, f"{ids}: patched files change", follows=True)
+    elif _has(before, ADOPT):
+        yield Change(PROBE, f"{ids}: what is adopted changes", follows=True)
     elif _stamp(state, "patches") != spec.patches_stamp:
         holds = _stamp(state, "patches")[:16]
         yield Change(PROBE, ids, "probed for this patch set", "not probed", keys=("probes",), holds=holds)
@@ -612,8 +615,9 @@ def _config(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[
     config = f"{spec.model_path}/config.json"
     if not spec.config_proofs:
         return
-    if _has(before, MODEL):
-        yield Change(CONFIG, f"{config}: the model changes", follows=True)
+    if _has(before, MODEL, ADOPT):
+        changes = "the model" if _has(before, MODEL) else "what is adopted"
+        yield Change(CONFIG, f"{config}: {changes} changes", follows=True)
     elif _stamp(state, "config") != config_stamp(spec, state):
         wanted, to_come = "read by this transformers", _has(before, VENV, SYNC)
         yield Change(CONFIG, config, wanted, "not read yet", follows=to_come, keys=("config",))

@@ -679,6 +679,8 @@ def build_spec(
         pick("gate", values.gate, {"off": None, **tiers}, f"ladder {values.ladder} has no tier")
         if values.smoke == "never" or "smoke" not in values.stages:
             raise wrong("gate", "a gate judges the benchmark, which this run leaves out", "leave out `gate`")
+    if f"{kept_in('')}/".startswith(f"{values.root}/") or f"{values.root}/".startswith(f"{kept_in('')}/"):
+        raise wrong("root", f"is where root keeps the settings of hosts ({kept_in('')}): set another")
     if values.adopt and (values.interpreter or values.python_download):
         raise wrong("adopt", "names the interpreter, as `interpreter` or `python_download` does: leave that out")
     if values.python not in stack.pythons:

@@ -64,13 +64,15 @@ class SeenVenv(Seen):
 
 class SeenAdoptedDistribution(Seen):
     """A distribution of an adopted interpreter: its version, the folder it lies in, a digest over its files' content
-    (as SeenInstalled has it), and the path of the file that was written last.
+    (as SeenInstalled has it), the path of the file that was written last, and the
+    folders that its own .pth files name.
     """
 
     version: str
     site: str
     content: str
     newest: str | None
+    folders: list[str] = []
 
 
 class SeenAdopted(Seen):

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from packaging.tags import Tag, compatible_tags, cpython_tags
@@ -103,7 +104,8 @@ def read_wheelhouse(folder: Path, lock: Lock, stack: Stack, python: str) -> Gath
         fits = [ranks[tag] for tag in tags if tag in ranks]
         if name not in lock.versions or not fits or not _same(lock.versions[name], version):
             continue
-        wheel = Wheel(str(name), path.name, path.stat().st_size, known.get(path.name) or file_sha256(path))
+        sha256 = known.get(path.name) or _sha256_as_written(path, *(_written(path) or ()))
+        wheel = Wheel(str(name), path.name, path.stat().st_size, sha256)
         if wheel.sha256 not in lock.hashes[name]:
             lacking[name] = f"has another content than the lock names ({path.name}: sha256 {wheel.sha256[:12]})"
         elif name not in best or min(fits) < best[name][0]:
@@ -138,6 +140,12 @@ def _remember(folder: Path) -> None:
     (folder / KNOWN).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
+@cache
+def _sha256_as_written(path: Path, *written: int) -> str:
+    """Of a wheel that `gather` has not seen: once a run, and not for each of its hosts."""
+    return file_sha256(path)
+
+
 def file_sha256(path: Path) -> str:
     """The sha256 of a file, in hex."""
     digest = hashlib.sha256()
@@ -170,7 +178,7 @@ def brought_by(listed: Path, lock: Lock, patched: Collection[str]) -> set[str]:
     return {
         name
         for name, version in lock.versions.items()
-        if name in public and name not in patched and _same(version.partition("+")[0], Version(public[name]))
+        if name in public and name not in patched and public[name] == version.partition("+")[0]
     }
 
 

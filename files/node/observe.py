@@ -292,13 +292,33 @@ def adopted(asked, patched):
     def look(name):
         site, version, info = named[name]
         seen = distribution(site, info, skipped, None, None, True)
+        folders = path_lines(site, info)
         newest = seen["newest"] and seen["newest"][1]
-        return name, {"version": version, "site": site, "content": seen["content"], "newest": newest}
+        answer = {"version": version, "site": site, "content": seen["content"], "newest": newest}
+        return name, folders is not None and dict(answer, folders=folders)
 
-    found["distributions"] = dict(
-        shared_out(look, list(named), lambda name: size_of(os.path.join(named[name][2], "RECORD")))
-    )
+    rows = shared_out(look, list(named), lambda name: size_of(os.path.join(named[name][2], "RECORD")))
+    found["distributions"] = {name: row for name, row in rows if row}
     return found
+
+
+def path_lines(site, info):
+    """The folders that a distribution's own .pth files name, as some have their modules there alone; their code is not
+    run. None where it is installed in editable form: what is imported then lies wherever its code says.
+    """
+    names = [row[0] for row in record_of(info) or () if row[0].endswith(".pth") and "/" not in row[0]]
+    if any(name.startswith("__editable__") for name in names):
+        return None
+    folders = []
+    for name in names:
+        try:
+            with open(os.path.join(site, name), encoding="utf-8", errors="replace") as handle:
+                lines = [line.strip() for line in handle]
+        except OSError:
+            continue
+        lines = [line for line in lines if line and not line.startswith(("#", "import ", "import\t"))]
+        folders += [path for path in (os.path.join(site, line) for line in lines) if os.path.isdir(path)]
+    return folders
 
 
 def patched_at(path, site, others):
@@ -493,7 +513,12 @@ def results(path):
 
 
 def system_manifest(path):
-    """What settings of ours say of themselves: {} where there are none, None where the file is damaged."""
+    """What settings of ours say of themselves: {} where there are none, None where the file is damaged. An older
+    gpuwright kept them in the root's own run/, where they count until settings.py moves them.
+    """
+    before = os.path.join(REQUEST["root"], "run", "system.json")
+    if not os.path.exists(path) and os.path.exists(before):
+        path = before
     found = read_json(path) if os.path.exists(path) else {"settings": {}, "files": []}
     whole = isinstance(found, dict) and isinstance(found.get("settings"), dict) and isinstance(found.get("files"), list)
     return found if whole else None

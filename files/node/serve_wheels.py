@@ -72,6 +72,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def start():
     try:
         family, _, _, _, where = socket.getaddrinfo(REQUEST["address"], 0, type=socket.SOCK_STREAM)[0]
+        if where[0].startswith("127.") != REQUEST["address"].startswith("127.") and REQUEST["address"] != "localhost":
+            answer_with({"problem": "%s is %s here: set cluster_address" % (REQUEST["address"], where[0])})
+            return
         Server.address_family = family
         server = Server(where, Handler)
     except OSError as error:

@@ -289,7 +289,8 @@ def attempt(what, action, *arguments):
 
 def ours(path):
     """Whether a file may be written or removed: it is in our folder, it is not there, or our root wrote it."""
-    return path.startswith(FOLDER + "/") or owner(path) in (None, REQUEST["root"])
+    older = path == os.path.join(REQUEST["root"], "run", "boot_settings.sh")
+    return older or path.startswith(FOLDER + "/") or owner(path) in (None, REQUEST["root"])
 
 
 def same(file):
@@ -318,11 +319,14 @@ class Manifest:
 
     def __init__(self, path):
         self.path = path
-        found = (read_json(path) if os.path.exists(path) else None) or {}
+        self.before = os.path.join(REQUEST["root"], "run", "system.json")  # where an older gpuwright kept it
+        found = read_json(path if os.path.exists(path) else self.before) or {}
         self.settings, self.files = found.get("settings", {}), set(found.get("files", []))
 
     def keep(self):
         write_json(self.path, {"settings": self.settings, "files": sorted(self.files)})
+        if os.path.exists(self.before):
+            os.unlink(self.before)
 
     def note(self, row):
         kind, first = KINDS[row["kind"]], self.settings.get(row["id"])

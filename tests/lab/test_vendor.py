@@ -62,7 +62,7 @@ def test_a_file_of_the_vendors_that_changes_is_drift_and_restarts_once_it_is_acc
     inventory.write_text(text.replace("'adopt': {", "'adopt': {'changes': 'accept', "))
     run = ok(adopting.deploy("--data", "smoke=never"))
     inventory.write_text(text)
-    assert set(run.changed) == {p.ADOPT, p.VERIFY, p.SERVER} and adopting.pid() != pid
+    assert set(run.changed) == {p.ADOPT, p.VERIFY, p.PROBE, p.CONFIG, p.SERVER} and adopting.pid() != pid
     assert ok(adopting.deploy("--data", "smoke=never")).changed == []
     file.write_bytes(kept)
     file.chmod(mode)

@@ -17,7 +17,7 @@ from gpuwright.patches import Action, decide
 from gpuwright.plan import plan, runs_on, server_actions
 from gpuwright.spec import NodeSpec
 from gpuwright.state import NodeState, SeenAdopted, SeenAdoptedDistribution, SeenFile
-from tests.make import empty_state, gpu_spec, lab_spec, settled_state
+from tests.make import ROOT, empty_state, gpu_spec, lab_spec, settled_state
 from tests.unit.test_system import request_of
 
 PYTHON = "/opt/vendor/bin/python"
@@ -63,6 +63,7 @@ def settled(spec: NodeSpec, seen: SeenAdopted, **changed: Any) -> NodeState:
 
 
 TORCH = "2.9.1"
+STAMPS = [f"{ROOT}/run/{stage}.json" for stage in ("runtime", "patches", "config")]
 
 
 def test_it_brings_what_it_has_in_the_locks_version() -> None:
@@ -149,7 +150,10 @@ def test_what_was_changed_since_it_was_adopted_stops_the_host_until_it_is_accept
     assert [str(change) for change in found.of(p.ADOPT)] == [
         f"torch: expected {TORCH}, as it was adopted, found {TORCH}, other files (torch.py was written last)"
     ]
-    assert found.of(p.VERIFY)[0].follows and "start" in server_actions(willing, state)
+    assert all(found.of(step)[0].follows for step in (p.VERIFY, p.PROBE, p.CONFIG))
+    assert "start" in server_actions(willing, state)
+    _, clear, _ = adopt_commands(willing, state)
+    assert clear.line.partition(" rm -rf -- ")[2].startswith(spec.cache), "what was compiled against another torch"
     assert willing.spec_digest == spec.spec_digest, "whether changes are accepted changes nothing of what is served"
 
 
@@ -169,22 +173,20 @@ def test_it_is_let_go() -> None:
     (change,) = found.of(p.ADOPT)
     assert str(change).startswith(f"{spec.paths.bridge('3.12')}: expected absent")
     assert [str(change) for change in found.of(p.SYNC)] == [f"torch: expected {TORCH}, found absent"]
-    (command,) = adopt_commands(spec, state)
-    request = request_of(command)
-    assert request["files"] == [] and set(request["remove"]) == {
-        spec.paths.bridge("3.12"), spec.paths.adopted, f"{spec.paths.run}/runtime.json"
-    }  # fmt: skip
+    stamps, bridge = map(request_of, adopt_commands(spec, state))
+    assert stamps == {"files": [], "remove": STAMPS}
+    assert bridge == {"files": [], "remove": sorted([spec.paths.bridge("3.12"), spec.paths.adopted])}
     assert drift.kind(change, {"adopt": PYTHON}, {}) == "intentional"
 
 
 def test_the_commands() -> None:
     spec = spec_of()
     state = empty_state(spec, adopted=has(torch=TORCH))
-    (command,) = adopt_commands(spec, state)
-    request = request_of(command)
+    stamps, request = map(request_of, adopt_commands(spec, state))
+    assert stamps == {"files": [], "remove": STAMPS}, "before anything else: a deploy that is killed proves it again"
     bridge, kept = (file["text"] for file in request["files"])
     assert bridge.splitlines()[1:] == [SITE, OTHERS], "folders, and no code"
-    assert f'"torch": [\n   "{TORCH}",' in kept and request["remove"] == [f"{spec.paths.run}/runtime.json"]
+    assert f'"torch": [\n   "{TORCH}",' in kept and request["remove"] == []
     lock = request_of(sync_venv(spec, state)[0])["files"][0]["text"]
     assert lock == adopt.own_lock(spec, state).text
 
@@ -249,3 +251,30 @@ def test_what_was_seen_on_the_locks_versions_says_nothing_of_others() -> None:
     tier = known.tier.model_copy(update={"status": "works", "evidence": [seen]})
     assert (known.standing(tier).status, other.standing(tier).status) == ("works", "open")
     assert "sglang 0.5.9 (now >=0.5, adopted)" in other.standing(tier).why
+
+
+def test_another_interpreter_is_the_groups_own_change() -> None:
+    state, other = settled(spec_of(), has(torch=TORCH)), "/opt/other/bin/python"
+    spec = lab_spec(adopt={"interpreter": other})
+    state = state.model_copy(update={"adopted": has(torch=TORCH).model_copy(update={"sites": ["/opt/other/site"]})})
+    (change,) = plan(spec, state).of(p.ADOPT)
+    assert not change.blocked and drift.kind(change, {"adopt": PYTHON}, {"adopt": other}) == "intentional"
+
+
+def test_folders_that_its_distributions_name_are_seen_too() -> None:
+    seen = has(torch=TORCH)
+    rows = {"torch": seen.distributions["torch"].model_copy(update={"folders": [f"{SITE}/torch/more"]})}
+    bridge = adopt.bridge(spec_of(), empty_state(spec_of(), adopted=seen.model_copy(update={"distributions": rows})))
+    assert bridge and bridge.text.splitlines()[1:] == [SITE, OTHERS, f"{SITE}/torch/more"]
+
+
+def test_no_wheels_are_asked_for_where_it_cannot_be_adopted() -> None:
+    spec = lab_spec(adopt={"interpreter": PYTHON}, wheelhouse="nowhere")
+    found = plan(spec, empty_state(spec, adopted=None))
+    assert found.of(p.WHEELS) == [] and "cannot be run" in str(found.of(p.ADOPT)[0])
+
+
+@pytest.mark.parametrize("root", ["/var/lib/gpuwright", "/var/lib/gpuwright/one", "/var/lib"])
+def test_a_root_may_not_hold_what_root_keeps_of_hosts(root: str) -> None:
+    with pytest.raises(InputErrors, match="where root keeps the settings of hosts"):
+        lab_spec(root=root)

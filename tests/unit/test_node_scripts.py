@@ -849,3 +849,35 @@ def test_what_cannot_give_a_result_is_refused_before_any_load(
         return
     with pytest.raises(Ended, match=re.escape(said)):
         names["refuse_another_server"](record, info, [{}] * gpus, "a reason")
+
+
+# --- an adopted interpreter
+
+
+def test_what_an_adopted_interpreter_has_is_seen_as_an_import_would(tmp_path: Path) -> None:
+    """By an interpreter with two folders: the first wins; a .pth file's folders count, its code is not run; what is
+    installed in editable form is not there.
+    """
+    first, second = (tmp_path / name / "site-packages" for name in ("a", "b"))
+    for site, version in ((first, b"one"), (second, b"two")):
+        make_distribution(site, "torch", {"torch/__init__.py": version})
+    make_distribution(second, "einops", {"einops.pth": b"inner\n# no\nimport os; os.mkdir('ran')\nabsent\n"})
+    (second / "inner").mkdir()
+    make_distribution(second, "numpy", {"__editable__.numpy.pth": b"/elsewhere\n"})
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c \'import sys; sys.path[:0] = ["{first}", "{second}"]; \'"$3"\n'
+    )
+    python.chmod(0o755)
+    spec = lab_spec(root=str(tmp_path / "root"), adopt={"interpreter": str(python)})
+    seen = observed(spec).adopted
+    assert seen is not None and seen.sites[:2] == [str(first), str(second)]
+    found = {name: row.site for name, row in seen.distributions.items() if row.site.startswith(str(tmp_path))}
+    assert found == {"torch": str(first), "einops": str(second)} and not (tmp_path / "ran").exists()
+    assert seen.distributions["einops"].folders == [str(second / "inner")]
+    before = seen.distributions["torch"].content
+    (first / "torch" / "__init__.py").write_bytes(b"new")
+    again = observed(spec).adopted
+    assert again is not None and again.distributions["torch"].content != before
+    assert again.distributions["torch"].newest == "torch/__init__.py"
+    assert observed(lab_spec(adopt={"interpreter": "/nowhere/python"})).adopted is None

@@ -503,3 +503,15 @@ def test_a_run_that_is_killed_leaves_a_record_of_what_was_there(cards: Path) -> 
     assert settings(cards, apply=[POWER]).returncode == 0 and (cards / "21").read_text().strip() == "450.00"
     assert settings(cards, revert=kept).returncode == 0
     assert [(cards / slot).read_text().strip() for slot in ("01", "21")] == ["600.00", "575.00"]
+
+
+def test_what_an_older_gpuwright_kept_in_a_root_is_taken_over(tmp_path: Path) -> None:
+    old, boot, new = (tmp_path / name for name in ("run/system.json", "run/boot_settings.sh", "kept/system.json"))
+    old.parent.mkdir()
+    boot.write_text("#!/bin/sh\n")
+    entry = {"kind": "sysctl", "target": "sysctl:vm.swappiness", "before": "60", "value": "10"}
+    old.write_text(json.dumps({"settings": {"swappiness": entry}, "files": [str(boot)]}))
+    done = settings(tmp_path, manifest=str(new), remove=[str(boot)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(new.read_text()) == {"settings": {"swappiness": entry}, "files": []}
+    assert not old.exists() and not boot.exists()
