@@ -342,9 +342,8 @@ def _differences(spec: NodeSpec, state: NodeState) -> list[Difference]:
 
 def _adopt(spec: NodeSpec, state: NodeState, before: list[Change]) -> Iterable[Change]:
     adopt = spec.data.adopt
-    for problem in problems(spec, state):
-        yield Change(ADOPT, problem, blocked=True)
-    if problems(spec, state):
+    if stopping := problems(spec, state):
+        yield from (Change(ADOPT, problem, blocked=True) for problem in stopping)
         return
     for name, (was, found) in moved(spec, state).items():
         keys = (f"adopted {name}",)

@@ -22,7 +22,17 @@ from gpuwright.checks import Checks
 from gpuwright.diagnose import Signatures
 from gpuwright.errors import InputError, InputErrors, Place, nearest
 from gpuwright.flags import Flag, installed_proof
-from gpuwright.hostdata import SECRET_ARGS, STAGES, HostData, HubModel, Profile, Sources, TinyModel, read_host_data
+from gpuwright.hostdata import (
+    SECRET_ARGS,
+    STAGES,
+    Adopted,
+    HostData,
+    HubModel,
+    Profile,
+    Sources,
+    TinyModel,
+    read_host_data,
+)
 from gpuwright.ladder import COMPILER_FLAGS, Ladder, Standing, Tier, standing
 from gpuwright.lockfile import TOOLS_LOCK, Lock, lock_path, read_lock
 from gpuwright.smoke import levels
@@ -700,16 +710,11 @@ def build_spec(
     _check_machine(values, ladder, catalogue, wrong)
     _check_index(values, wrong)
     lock = read_lock(lock_path(stack, values.python))
-    for name in values.adopt.versions if values.adopt else ():
-        if name not in lock.versions:
-            raise wrong("adopt", f'versions: "{name}" is not a distribution of stack {stack.name}')
     wanted = values.patches == "series"
     patches = catalogue.patches_for(lock.versions) if wanted else ()
     uncovered = catalogue.uncovered_for(lock.versions) if wanted else ()
-    for patch in patches:
-        if values.adopt and patch.distribution in values.adopt.versions and not values.adopt.patch_in_place:
-            problem = f"versions: {patch.distribution} carries patches, so it comes into the venv"
-            raise wrong("adopt", problem, "leave it out of `versions`, or set `patch_in_place`")
+    if values.adopt:
+        _check_adopt(values.adopt, stack.name, lock, {patch.distribution for patch in patches}, wrong)
     there = {patch.id for patch in (*patches, *uncovered)}
     lacking = [name for name in tier.needs.patches if name not in there]
     if lacking:
@@ -749,6 +754,16 @@ def build_spec(
         hint = "to try it all the same: --data allow_blocked=true; to have it tried again, change what it failed on"
         raise wrong("tier", f"tier {tier.name} is blocked: {found.why}", hint)
     return spec
+
+
+def _check_adopt(adopt: Adopted, stack: str, lock: Lock, patched: set[str], wrong: Callable[..., InputErrors]) -> None:
+    """Raises InputErrors where `versions` names what cannot come from the interpreter."""
+    for name in adopt.versions:
+        if name not in lock.versions:
+            raise wrong("adopt", f'versions: "{name}" is not a distribution of stack {stack}')
+        if name in patched and not adopt.patch_in_place:
+            problem = f"versions: {name} carries patches, so it comes into the venv"
+            raise wrong("adopt", problem, "leave it out of `versions`, or set `patch_in_place`")
 
 
 def _check_index(values: HostData, wrong: Callable[..., InputErrors]) -> None:

@@ -39,6 +39,14 @@ def sha256_of(path):
     return digest.hexdigest()
 
 
+def size_of(path):
+    """A file's size in bytes, 0 where there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
 def read_json(path):
     """A file's JSON object, or None if it is absent or holds none (a half-written or foreign file counts as absent).
 

@@ -56,14 +56,6 @@ def unreadable(paths):
     return sorted(found)
 
 
-def size_of(path):
-    """A file's size in bytes, 0 where there is none."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
-
-
 def nearest_existing(path):
     while not os.path.exists(path):
         path = os.path.dirname(path)

@@ -17,8 +17,8 @@ def pull(row):
     Raises ValueError with what is wrong with the other node.
     """
     part, tries = part_of(row), 0
-    while bytes_at(part) < row["size"]:
-        before, problem = bytes_at(part), "it ends the connection"
+    while size_of(part) < row["size"]:
+        before, problem = size_of(part), "it ends the connection"
         connection = http.client.HTTPConnection(REQUEST["address"], REQUEST["port"], timeout=TIMEOUT_S)
         try:
             path = "/%s/%s" % (REQUEST["token"], urllib.parse.quote(row["file"]))
@@ -39,7 +39,7 @@ def pull(row):
             problem = str(error) or type(error).__name__
         finally:
             connection.close()
-        tries = 0 if bytes_at(part) > before else tries + 1
+        tries = 0 if size_of(part) > before else tries + 1
         if tries == TRIES:
             raise ValueError(problem)
         time.sleep(tries)

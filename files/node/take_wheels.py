@@ -29,9 +29,9 @@ def prepare():
         if os.path.exists(part):
             own(part)
     for row in rows:
-        if bytes_at(part_of(row)) > row["size"]:
+        if size_of(part_of(row)) > row["size"]:
             os.unlink(part_of(row))
-    sizes = {row["file"]: bytes_at(part_of(row)) for row in rows}
+    sizes = {row["file"]: size_of(part_of(row)) for row in rows}
     coming = sum(row["size"] for row in rows) - sum(sizes.values())
     free = shutil.disk_usage(folder).free
     if coming + SPARE > free:

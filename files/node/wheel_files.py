@@ -17,17 +17,9 @@ def own(path):
         os.chown(path, int(os.environ["SUDO_UID"]), -1)
 
 
-def bytes_at(path):
-    """A file's size, 0 where there is none."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
-
-
 def wrong(path, row):
     """In what a file is not the lock's wheel, or "". Hashing lets other threads run."""
-    size = bytes_at(path)
+    size = size_of(path)
     if size != row["size"]:
         return "expected %d bytes, found %d" % (row["size"], size)
     found = sha256_of(path)
@@ -55,7 +47,7 @@ def settle(rows):
             if os.geteuid() == 0:
                 os.chown(part, 0, 0)  # it came by SFTP as another user, where this runs through sudo
             os.replace(part, places[row["file"]])
-        elif row["file"] in found and bytes_at(part) >= row["size"]:
+        elif row["file"] in found and size_of(part) >= row["size"]:
             os.unlink(part)  # no rest that comes can make it right
     if REQUEST["last"] and not found:
         tidy()
