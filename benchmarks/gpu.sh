@@ -8,7 +8,8 @@
 #        benchmarks/gpu.sh tiers [TIER…]  other tiers (piecewise), compared with it; baseline again
 #        benchmarks/gpu.sh drift        a hand edit: check 2, deploy, check 0; the scheduler killed, then a deploy
 #        benchmarks/gpu.sh report FILE  the HTML report
-# Each fits in ten minutes on one H200. GPUWRIGHT_GPUS=2 does it with tensor parallelism 2.
+# Each fits in ten minutes on one H200, a tier by the longer PROFILE=full alone. GPUWRIGHT_GPUS=2 does it with tensor
+# parallelism 2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 inventory=inventory/h200.py
@@ -29,12 +30,12 @@ expect() { # CODE COMMAND…
   step "$@" || code=$?
   [ "$code" = "$wanted" ] || { echo "expected exit code $wanted"; exit 1; }
 }
-deploy() { step .venv/bin/pyinfra "$inventory" deploy.py -y "$@" 2>&1; }
+deploy() { step .venv/bin/pyinfra "$inventory" deploy.py -y --data "profile=${PROFILE:-smoke}" "$@" 2>&1; }
 unchanged() { # a deploy that is to change nothing
-  deploy "$@" | tee /tmp/unchanged.log
+  deploy | tee /tmp/unchanged.log
   if grep -qE ' Success$' /tmp/unchanged.log; then echo "a second deploy changed something"; exit 1; fi
 }
-check() { expect "$1" .venv/bin/python check.py "$inventory" "${@:2}"; }
+check() { expect "$1" .venv/bin/python check.py "$inventory" --data "profile=${PROFILE:-smoke}" "${@:2}"; }
 
 case "${1:-}" in
 gather)
@@ -81,7 +82,11 @@ drift)
   cmp "$file" /tmp/kept.py
   scheduler=$(pgrep -f 'sglang::scheduler' | head -1)
   step kill -9 "$scheduler"
-  sleep 5
+  for _ in $(seq 60); do # until supervisor has started another
+    now=$(pgrep -f 'sglang::scheduler' | head -1 || true)
+    [ -n "$now" ] && [ "$now" != "$scheduler" ] && break
+    sleep 1
+  done
   check 2
   deploy --data smoke=never
   check 0
@@ -91,7 +96,7 @@ report)
   .venv/bin/python -m gpuwright report --output "${2:?FILE}"
   ;;
 *)
-  sed -n '2,13s/^# \{0,1\}//p' "$0"
+  sed -n '2,14s/^# \{0,1\}//p' "$0"
   exit 64
   ;;
 esac

@@ -22,13 +22,8 @@ gpu = {
 }
 supervisor = "supervisor"  # no systemd there
 ready_timeout_s = 420
+_lengths = {"levels": [1, 16, 64], "input_len": 512, "output_len": 64}
 profiles = {
-    "smoke": {
-        "levels": [1, 16, 64],
-        "input_len": 512,
-        "output_len": 64,
-        "prompts_per_concurrency": 8,
-        "min_prompts": 32,
-        "repeats": 3,
-    },
+    "smoke": {"prompts_per_concurrency": 8, "min_prompts": 32, "repeats": 3, **_lengths},
+    "full": {"prompts_per_concurrency": 48, "min_prompts": 64, "repeats": 5, **_lengths},
 }

@@ -376,7 +376,10 @@ def duration(seconds):
 
 def serving(record):
     """The server's processes, but for torch's compilers: inductor ends those by itself once it has nothing for them."""
-    return [pid for pid in server_processes(record) if "_inductor/compile_worker" not in command_line(pid)]
+    compilers = "/torch/_inductor/compile_worker/"
+    return [
+        pid for pid in server_processes(record) if not any(compilers in word for word in words_of(pid, "cmdline") or [])
+    ]
 
 
 def gone(alive):

@@ -363,6 +363,15 @@ def masked(text):
     return SECRET.sub(r"\1***", text)
 
 
+def words_of(pid, name):
+    """The NUL-separated words of a process's cmdline or environ, or None."""
+    try:
+        with open("/proc/%d/%s" % (pid, name), "rb") as handle:
+            return handle.read().decode("utf-8", "replace").rstrip("\0").split("\0")
+    except OSError:
+        return None
+
+
 def command_line(pid):
     """A process's command line, for a message."""
     try:

@@ -431,15 +431,6 @@ def server(root, unit):
     }
 
 
-def words_of(pid, name):
-    """The NUL-separated words of a process's cmdline or environ, or None."""
-    try:
-        with open("/proc/%d/%s" % (pid, name), "rb") as handle:
-            return handle.read().decode("utf-8", "replace").rstrip("\0").split("\0")
-    except OSError:
-        return None
-
-
 def pairs(argv):
     """{"--flag": [values]} of the words after the module's name."""
     found, flag = {}, None

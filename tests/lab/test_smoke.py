@@ -16,6 +16,7 @@ import pytest
 
 from gpuwright import REPOSITORY
 from gpuwright import plan as p
+from gpuwright.node import script
 from tests.lab.conftest import RESULTS, Lab, Run, ok
 from tests.lab.test_server import within
 
@@ -139,6 +140,46 @@ def test_a_server_that_dies_under_load_gives_no_result(node: Lab) -> None:
     assert Path(record["levels"][0]["repeats"][1]["raw"]).with_suffix(".log").exists(), "what it said is kept"
     ok(node.deploy(*SMALL))
     assert node.pid() != pid and node.record()["pid"] == node.pid() and node.record()["ready_at"]
+
+
+POOL = """
+import sys
+from torch._inductor import config
+config.worker_start_method, config.compile_threads = "subprocess", 2
+from torch._inductor.async_compile import AsyncCompile
+AsyncCompile.warm_pool()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_torchs_compile_workers_are_none_of_the_servers_processes(node: Lab) -> None:
+    """Inductor starts them for a tier with torch.compile, and ends them by itself once it has nothing for them."""
+    env = {"PATH": "/usr/bin:/bin", "HOME": os.environ["HOME"], "LD_LIBRARY_PATH": str(node.root / "lib")}
+    python = str(node.venv / "bin" / "python")
+    with subprocess.Popen(
+        [python, "-IB", "-c", POOL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True
+    ) as pool:
+        try:
+            assert pool.stdout is not None and pool.stdout.readline() == b"ready\n"
+            started = Path(f"/proc/{pool.pid}/stat").read_text().rpartition(")")[2].split()[19]
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            record = {"pgid": pool.pid, "started_ticks": int(started), "boot_id": boot}
+            text = script("bench", {"root": str(node.root), "run_id": "none", "record": record})
+            assert text.endswith("\nmain()\n")
+            asks = 'print(json.dumps([server_processes(REQUEST["record"]), serving(REQUEST["record"])]))'
+            done = subprocess.run(
+                [python, "-IB", "-"],
+                input=text.removesuffix("main()\n") + asks,
+                capture_output=True,
+                text=True,
+                env=env,
+            )
+            assert done.returncode == 0, done.stderr
+            whole, serving = json.loads(done.stdout)
+            assert len(whole) > 1 and serving == [pool.pid]
+        finally:
+            os.killpg(pool.pid, signal.SIGKILL)
 
 
 def test_a_server_of_another_tier_is_not_measured(node: Lab) -> None:
