@@ -44,7 +44,7 @@ fleet-down: venv  ## power the fleet off, remove it and all that it set up
 	@$(BIN)/python -m tests.fleet.nodes down
 
 .PHONY: test
-test: .venv/requirements-dev  ## every test: unit, operations, fleet, lab (two stacks: 10 GB of downloads, 30 GiB of disk)
+test: .venv/requirements-dev  ## every test: unit, operations, fleet, lab (two stacks: 10 GB to download)
 	@mkdir -p .test-results
 	$(BIN)/python -m pytest --junitxml=.test-results/junit.xml --durations=15
 
