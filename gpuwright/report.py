@@ -265,7 +265,8 @@ def _machine(record: Record) -> str:
 
     names = "/".join(dict.fromkeys(gpu.name for gpu in record.gpus))
     limits = values("power_limit_w", "W") + values("max_sm_clock_mhz", "MHz at most")
-    return f"{record.gpu_count} GPUs stated: {names}{limits}, driver {record.driver}; {rest}"
+    gpus = "1 GPU" if record.gpu_count == 1 else f"{record.gpu_count} GPUs"
+    return f"{gpus} stated: {names}{limits}, driver {record.driver}; {rest}"
 
 
 def _compared(runs: Sequence[Record], records: Sequence[Record], catalogue: Catalogue) -> list[Compared]:
