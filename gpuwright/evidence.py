@@ -103,7 +103,7 @@ def _changed(text: str, path: Path, record: Record, settled: str | None, what: s
     tier: dict[str, Any] = tiers[index]
     known = tier.get("status", "open")
     status = settled or ("open" if known == "blocked" else known)
-    if any(record.run in str(each.get("result", "")) for each in tier.get("evidence", [])):
+    if any(Path(str(each.get("result", ""))).stem == record.run for each in tier.get("evidence", [])):
         raise GpuwrightError(f"{record.run} is evidence of tier {record.tier} already")
     at: Loc = ("ladders", record.ladder, "tiers", index)
     rows = text.splitlines()
