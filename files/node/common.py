@@ -374,11 +374,7 @@ def words_of(pid, name):
 
 def command_line(pid):
     """A process's command line, for a message."""
-    try:
-        with open("/proc/%d/cmdline" % pid, "rb") as handle:
-            return masked(handle.read().replace(b"\0", b" ").decode("utf-8", "replace").strip())[:200]
-    except OSError:
-        return ""
+    return masked(" ".join(words_of(pid, "cmdline") or []).strip())[:200]
 
 
 def listeners(port):

@@ -143,11 +143,15 @@ class Lab:
         )
         return int(done.stdout)
 
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of the node's Python."""
+        return {"PATH": "/usr/bin:/bin", "HOME": os.environ["HOME"], "LD_LIBRARY_PATH": str(self.root / "lib")}
+
     def python(self, code: str) -> subprocess.CompletedProcess[str]:
         """Run code in the node's venv."""
-        env = {"PATH": "/usr/bin:/bin", "HOME": os.environ["HOME"], "LD_LIBRARY_PATH": str(self.root / "lib")}
         return subprocess.run(
-            [self.venv / "bin" / "python", "-I", "-"], input=code, capture_output=True, text=True, env=env
+            [self.venv / "bin" / "python", "-I", "-"], input=code, capture_output=True, text=True, env=self.env
         )
 
 

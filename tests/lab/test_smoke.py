@@ -151,30 +151,24 @@ AsyncCompile.warm_pool()
 print("ready", flush=True)
 sys.stdin.read()
 """
+ASK = """
+pid = REQUEST["pid"]
+record = {"pgid": pid, "started_ticks": process(pid)["started"], "boot_id": boot_id()}
+print(json.dumps([server_processes(record), serving(record)]))
+"""
 
 
 def test_torchs_compile_workers_are_none_of_the_servers_processes(node: Lab) -> None:
     """Inductor starts them for a tier with torch.compile, and ends them by itself once it has nothing for them."""
-    env = {"PATH": "/usr/bin:/bin", "HOME": os.environ["HOME"], "LD_LIBRARY_PATH": str(node.root / "lib")}
-    python = str(node.venv / "bin" / "python")
+    python = node.venv / "bin" / "python"
     with subprocess.Popen(
-        [python, "-IB", "-c", POOL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True
+        [python, "-I", "-c", POOL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=node.env, start_new_session=True
     ) as pool:
         try:
             assert pool.stdout is not None and pool.stdout.readline() == b"ready\n"
-            started = Path(f"/proc/{pool.pid}/stat").read_text().rpartition(")")[2].split()[19]
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            record = {"pgid": pool.pid, "started_ticks": int(started), "boot_id": boot}
-            text = script("bench", {"root": str(node.root), "run_id": "none", "record": record})
+            text = script("bench", {"root": str(node.root), "run_id": "none", "pid": pool.pid})
             assert text.endswith("\nmain()\n")
-            asks = 'print(json.dumps([server_processes(REQUEST["record"]), serving(REQUEST["record"])]))'
-            done = subprocess.run(
-                [python, "-IB", "-"],
-                input=text.removesuffix("main()\n") + asks,
-                capture_output=True,
-                text=True,
-                env=env,
-            )
+            done = node.python(text.removesuffix("main()\n") + ASK)
             assert done.returncode == 0, done.stderr
             whole, serving = json.loads(done.stdout)
             assert len(whole) > 1 and serving == [pool.pid]
